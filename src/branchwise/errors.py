@@ -1,4 +1,4 @@
-"""What can go wrong for a user, as one small tree of exceptions.
+"""The errors that a user can meet, as one small tree of exceptions.
 
     BranchwiseError          every mistake that a sentence can explain; the command line prints it and exits with 2
     ├── UsageError           a value outside its range, an empty prompt, a prompt longer than the context
@@ -8,13 +8,13 @@
     └── ModelError           weights that cannot be found, fetched, read or trusted
         └── UnsupportedModel an architecture whose tree pass could not be exact; refused at load
 
-A message is one sentence that says what happened, and then what to do about it. `assert` is kept for our own bugs.
-A `LossyWarning` is no mistake: it says that what was asked for changes the distribution. Neither is a `CutWarning`.
+A message is one sentence that says what happened, and then what to do about it. `assert` is kept for our own bugs. A
+`LossyWarning` is not an error: it says that the requested method changes the distribution. Nor is a `CutWarning`.
 """
 
 
 class BranchwiseError(Exception):
-    """A mistake that the message explains; never shown with a traceback."""
+    """An error that its message explains; the command line shows it without a traceback."""
 
 
 class UsageError(BranchwiseError):
@@ -22,11 +22,11 @@ class UsageError(BranchwiseError):
 
 
 class QueueFull(UsageError):
-    """A request that came while as many were waiting as may; the same request can be submitted later."""
+    """A request that came while the queue was full; it can be submitted again later."""
 
 
 class UnknownName(BranchwiseError):
-    """A name that is not in the registry it was looked up in."""
+    """A name that its registry does not have."""
 
 
 class PairingError(BranchwiseError):
@@ -42,14 +42,14 @@ class UnsupportedModel(ModelError):
 
 
 class LossyWarning(UserWarning):
-    """What is about to write does not keep the target's distribution; the command line prints it as one line."""
+    """The requested method does not keep the target's distribution; the command line prints this as one line."""
 
 
 class CutWarning(UserWarning):
-    """Trees are smaller than was asked for; the command line prints it as one line."""
+    """Trees are smaller than requested; the command line prints this as one line."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of another package says, short enough for a sentence of ours."""
+    """The message of another package's exception, short enough for a sentence of ours."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (line if len(line) <= 200 else line[:200] + "…").rstrip(".: ")

@@ -2,9 +2,9 @@
 
     model.generate(**inputs, custom_generate=branchwise.hf.generate)
 
-Everything else stays as `generate` has it: generation config, logits processors, stopping criteria, padding. The
-model is left as it was found. Three arguments never reach a function like this one, because transformers keeps them:
-`streamer` (use `token_callback`), `assistant_model` (use `drafter`) and `tokenizer`, which a drafter may need:
+Everything else works as in `generate`: generation config, logits processors, stopping criteria, padding. The model is
+left unchanged. Transformers keeps three arguments for itself, so they never reach this function: `streamer` (use
+`token_callback`), `assistant_model` (use `drafter`) and `tokenizer`, which a drafter may need:
 
     model.generate(**inputs, custom_generate=functools.partial(branchwise.hf.generate, tokenizer=tokenizer), …)
 """
@@ -66,17 +66,17 @@ PURE_PROCESSORS = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-"""processors whose result depends on the tokens before and the scores alone, so they can run along any path"""
+"""logits processors that depend only on the tokens before and the scores, so that they can run along any path"""
 
 UNDERSTOOD = {"attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids"}
 UNDERSTOOD |= {"output_attentions", "output_hidden_states", "use_cache"}
-"""what `generate` itself hands on and what is refused with a reason of its own"""
+"""arguments that `generate` itself passes on; unsupported values of them are refused with a specific reason"""
 
 PURE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 _drafting: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
-"""The weights of draft models by their specs, for as long as the model lives that they drafted for. A drafter itself
-belongs to one call: it knows its target, and threads may share a model."""
+"""The weights of draft models by their specs, kept as long as the model that they drafted for. A drafter itself belongs
+to one call, because it knows its target, and threads may share a model."""
 
 
 def generate(
@@ -95,10 +95,10 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The function to pass as `custom_generate`; all rows of the batch are drafted and scored together.
 
-    Without a `drafter` it is that of the method `default`, which learns within the call.
-    `token_callback(row, token)` is called for every token as it is emitted. With sampling, `torch.manual_seed`
-    decides the outcome as usual, but the draws are not those of `generate`. A draft model that a spec names is loaded
-    once and stays while the model lives. With a `guard` nothing is drafted while that is slower than plain decoding.
+    Without a `drafter`, the drafter of the method `default` is used, which learns within the call. `token_callback(row,
+    token)` is called for every token as it is emitted. With sampling, `torch.manual_seed` decides the outcome as usual,
+    but the draws are not those of `generate`. A draft model that a spec names is loaded once, and kept as long as the
+    model. With a `guard` nothing is drafted while drafting is slower than plain decoding.
     """
     config = generation_config if generation_config is not None else model.generation_config
     processors = list(logits_processor or ())
@@ -169,7 +169,7 @@ def generate(
 
 
 def _padded(padding: Tensor, tokens: Sequence[int]) -> Tensor:
-    """(1, length): a row as `generate` shows it; some processors (lengths, penalties) count or see the padding."""
+    """(1, length): a row as `generate` passes it; some processors (lengths, penalties) count or see the padding."""
     return torch.cat([padding, torch.tensor(tokens, device=padding.device)])[None]
 
 
@@ -179,12 +179,12 @@ def _along_path(processors: LogitsProcessorList, padding: Tensor) -> Processor:
 
 
 def _stop_when(criteria: StoppingCriteriaList, padding: Tensor) -> Callable[[Sequence[int]], bool]:
-    """transformers' stopping criteria, asked about one row."""
+    """transformers' stopping criteria for one row."""
     return lambda tokens: bool(criteria(_padded(padding, tokens), None).all())
 
 
 def _first(token: int | list[int] | None) -> int:
-    """What `generate` pads with where no padding token is set: the first of the tokens that end a text."""
+    """The token that `generate` pads with if no padding token is set: the first of those that end a text."""
     return token if isinstance(token, int) else (token or [0])[0]
 
 

@@ -1,4 +1,4 @@
-"""Load a model and let it write: what most people use."""
+"""Load a model and let it write: the interface for most users."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class Options(TypedDict, total=False):
     logprobs: bool
     """report the log-probability of every token under the unwarped model"""
     top_logprobs: int
-    """report so many of the most probable tokens in the place of each, 20 at most, in `Piece.top`"""
+    """for each token, report this many of the most probable tokens at its place in `Piece.top`, 20 at most"""
     raw: bool
     """take a text as it is, without the chat template"""
     ignore_eos: bool
-    """write on where the model would end"""
+    """go on after a token with which the model would end the answer"""
     json_schema: Mapping[str, Any] | str
-    """write JSON of this schema"""
+    """write JSON that follows this schema"""
     regex: str
-    """write what this regular expression matches as a whole"""
+    """write a text that this regular expression matches as a whole"""
     grammar: str
-    """write what these rules describe, in the dialect of Lark that llguidance reads; of these three one at most"""
+    """write a text that follows these rules, in llguidance's dialect of Lark; only one of these three may be given"""
     task: str
-    """what the text is about, for a draft model that is a pack of specialists: this one of them drafts"""
+    """the task of the text, if the draft model is a pack of specialists: the specialist of this task drafts"""
 
     temperature: float
     top_k: int
@@ -78,20 +78,20 @@ class Completion:
     text: str
     token_ids: list[int]
     logprobs: list[float] | None
-    """log-probability of each token under the unwarped model, where it was asked for"""
+    """the log-probability of each token under the unwarped model, if the request asked for it"""
     finish_reason: str
     """"stop", "length", "cancelled" or "error\""""
     stats: Stats
     prompt_tokens: int
     seed: int
-    """what to give as `seed` to get the same text again; where a rule other than `match` sampled it under a guard, to
-    get one that is always the same from then on"""
+    """the seed that reproduces the text with `match`. With another rule a sampled text depends on its drafts;
+    it may differ next time if the drafter has learned meanwhile, or if it was written under a guard without a seed"""
     pieces: list[Piece]
     """the same tokens one by one, with their origin"""
     error: str | None = None
-    """why the text ends too early, where it does"""
+    """why the text ends too early, if it does"""
     model: str = ""
-    """whose text it is: the name of the model, and the bits of its weights if they were quantised"""
+    """the name of the model, and the bits of its weights if they were quantised"""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Chunk:
     text: str
     pieces: list[Piece]
     completion: Completion | None = None
-    """the whole, with the last chunk"""
+    """the whole answer; only the last chunk has it"""
 
     def __str__(self) -> str:
         return self.text
@@ -134,21 +134,18 @@ def load(
 ) -> LLM:
     """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
 
-    These are a `method` by name, with the model that drafts for it, the index it retrieves from or the file of its
-    trained head, or `draft`, `tree` and `verify` one by one; without any of them it is the method `default`.
-    `context` limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences
-    run together, more wait their turn. `max_nodes` is how many nodes of a tree one pass may score, the root
-    included: by default 128, or as many as the trees of this method have, at most 1,024. On a CPU `weights` may be
-    "int8" or "int4": the quantised model is then the target, and "auto" takes int8 where a trial finds that it
-    pays. `compile` compiles what has no kernels of ours before a GPU records it. `warmup` compiles and records at
-    load what a request needs, so that the first request runs at the speed of the second; on a CPU there is nothing
-    to warm up. With a `guard` nothing is drafted while the method is slower than plain decoding. With a
-    `prefix_cache` a prompt that begins like another text, as the next turn of a conversation does, is prefilled
-    from there on: it is how many texts are kept for that when they have ended, in slots that nobody needs, or True
-    for as many as there are slots. A method that changes the output distribution warns (`LossyWarning`), and so
-    does one whose trees are cut (`CutWarning`).
-
-    A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
+    Name them by a `method`, with its draft model, index or trained head, or by `draft`, `tree` and `verify`, or load
+    the method `default`. `context` limits the tokens of a sequence (by default the model's own limit). `max_batch`
+    is how many sequences run together; further ones wait. `max_nodes` is how many nodes of a tree one pass may score,
+    the root included: by default 128, or as many as the trees of this method have, at most 1,024. On a CPU `weights`
+    may be "int8" or "int4": the quantised model is then the target. "auto" takes int8 if a trial finds that it pays.
+    `compile` compiles the parts without kernels of ours before a GPU records them. `warmup` compiles and records at
+    load what a request needs, so that the first request runs at the speed of the second; a CPU needs no warm-up. With
+    a `guard` nothing is drafted while the method is slower than plain decoding. `prefix_cache` is how many ended texts
+    are kept in free slots; True is as many as the slots. A prompt that begins like a kept text, such as the next turn
+    of a conversation, is prefilled from the first difference on. A drafter that learns begins with the file `state`, if
+    it exists; `LLM.save_state` writes it. A method that changes the output distribution warns (`LossyWarning`), and so
+    does a method whose trees are cut (`CutWarning`).
     """
     model = fspath(model)
     if draft is None or isinstance(draft, str):
@@ -164,14 +161,8 @@ def load(
         drafter, verifier = draft, VERIFIERS.build(chosen.verify)
     if state is not None:
         check_state(drafter, state)
-    if max_batch < 1:
-        raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
-    if max_nodes is not None and not 2 <= max_nodes <= LARGEST:
-        raise UsageError(f"max_nodes must be at least 2 and at most {LARGEST}, not {max_nodes}.")
+    _check_sizes(max_batch, max_nodes, threads)
     if threads is not None:
-        most = 8 * (cpu_count() or 1)
-        if not 1 <= threads <= most:
-            raise UsageError(f"threads must be at least 1, and at most {most} (8 for each core here), not {threads}.")
         torch.set_num_threads(threads)
     chosen.warn_if_lossy()
     place = choose_device(device)
@@ -180,15 +171,9 @@ def load(
     if place == "cpu" and (bits != FLOAT or number == torch.float32):
         native.begin()
     keep_compiled_kernels()
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
-    # Found by name: importing transformers takes seconds, and a misspelt name above should not cost them.
+    # Only now, because importing transformers takes seconds, which a misspelt name above should not cost.
     backend = TARGETS.find("transformers")
-    if bits == FLOAT:
-        network, tokenizer = load_model(model, dtype=number, device=place, **options)
-    else:
-        from branchwise.backends.transformers.converted import load_converted
-
-        network, tokenizer = load_converted(model, bits, dtype=number, **options)
+    network, tokenizer = _network(model, bits, number, place, trust_remote_code=trust_remote_code, progress=progress)
     nodes = max_nodes or nodes_for(drafter.largest)
     target = backend(network, slots=max_batch, context=context, max_nodes=nodes, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
@@ -202,6 +187,25 @@ def load(
     return LLM(model if found is None else f"{model} {found.scheme}", network, tokenizer, engine, state, source=model)
 
 
+def _check_sizes(max_batch: int, max_nodes: int | None, threads: int | None) -> None:
+    if max_batch < 1:
+        raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
+    if max_nodes is not None and not 2 <= max_nodes <= LARGEST:
+        raise UsageError(f"max_nodes must be at least 2 and at most {LARGEST}, not {max_nodes}.")
+    most = 8 * (cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= most:
+        raise UsageError(f"threads must be at least 1, and at most {most} (8 for each core here), not {threads}.")
+
+
+def _network(model: str, bits: str, dtype: torch.dtype, device: str, **options: Any) -> tuple[Any, Any]:
+    """The model with its tokenizer, quantised if `bits` says so."""
+    if bits == FLOAT:
+        return load_model(model, dtype=dtype, device=device, **options)
+    from branchwise.backends.transformers.converted import load_converted
+
+    return load_converted(model, bits, dtype=dtype, **options)
+
+
 @dataclass(eq=False, repr=False)
 class LLM:
     """A model with its tokenizer, a drafter and a verifier."""
@@ -213,20 +217,20 @@ class LLM:
     state: str | PathLike[str] | None = None
     """the file in which the drafter keeps what it learns"""
     last: Completion | None = None
-    """what was written last"""
+    """the answer that was written last"""
     source: str = ""
-    """what the model was loaded by; its name says besides what it was quantised to"""
+    """the alias, id or path by which the model was loaded; `name` also says to what it was quantised"""
 
     @property
     def conversion(self) -> Conversion | None:
-        """What the model was quantised to and how far that is from floating point, where it was."""
+        """How the model was quantised, and how far it is from floating point; None if it was not quantised."""
         return conversion_of(self.model)
 
     def with_drafter(
         self, draft: str | Drafter, tree: str | None = None, verify: str = "match", *, guard: bool = False
     ) -> LLM:
-        """The same weights and cache with another drafter and verifier; only one of the two may run at a time. Without
-        a `guard` it drafts whatever that costs, so that methods can be compared."""
+        """The same weights and cache with another drafter and verifier; only one of the two LLMs may run at a time.
+        Without a `guard` it drafts even if that is slow, so that methods can be compared."""
         if isinstance(draft, str):
             return self.with_method(Method(draft, draft, tree, verify), guard=guard)
         return self._with(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify), guard)
@@ -240,10 +244,8 @@ class LLM:
         *,
         guard: bool = False,
     ) -> LLM:
-        """The same weights and cache with another method, by name or as a spec draft/tree/verify; see `with_drafter`.
-
-        A method that changes the distribution warns (`LossyWarning`).
-        """
+        """Like `with_drafter`, with a method by name or as a spec draft/tree/verify. A method that changes the
+        distribution warns (`LossyWarning`)."""
         chosen = choose_method(method, draft_model=draft_model, index=index, head=head)
         return self._with(chosen, *chosen.build(), guard)
 
@@ -258,10 +260,8 @@ class LLM:
     @overload
     def generate(self, prompt: list[str] | list[list[Message]], **options: Unpack[Options]) -> list[Completion]: ...
     def generate(self, prompt: Any, **options: Unpack[Options]) -> Completion | list[Completion]:
-        """Write the answer to a prompt, or the answers to a list of prompts, which run as one batch.
-
-        See `Options` for what else can be said; the default is greedy, 256 tokens at most.
-        """
+        """Write the answer to a prompt, or the answers to a list of prompts, which run as one batch. The default is
+        greedy, 256 tokens at most; see `Options`."""
         return self._complete([prompt], options)[0] if is_one(prompt) else self._complete(prompt, options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
@@ -269,18 +269,18 @@ class LLM:
         reported, completion = 0, None
         with self._running([prompt], options, streaming=True) as [generation]:
             while completion is None:
-                # Another stream may have moved this one along already, and what a step finds may be said with the next.
+                # Another stream may have stepped this one too, and a step may report its tokens with the next step.
                 while reported == len(generation.pieces) and not generation.finished:
                     self.engine.step()
-                over = generation.finished  # asked first: what another thread adds meanwhile has a chunk to come
+                over = generation.finished  # read first: tokens that another thread adds come with a later chunk
                 pieces = generation.pieces[reported:]
                 reported += len(pieces)
                 completion = self._completion(generation) if over else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
 
     def explain(self, completion: Completion | None = None, plain: Completion | None = None) -> Explanation:
-        """Where the time of an answer went, by default of the last one; what nodes cost and earned, and what would
-        help. `plain` is the same answer by plain decoding, if it was made for comparison."""
+        """Where the time of an answer went (by default of the last one), what nodes cost and earned, and what would
+        help. `plain` is the same answer by plain decoding, if it was written for comparison."""
         completion = completion or self.last
         if completion is None:
             raise UsageError("Nothing was written yet that could be explained; generate something first.")
@@ -289,19 +289,19 @@ class LLM:
         return explain(stats, engine.target.info, engine.drafter.name, None if plain is None else plain.stats, reasons)
 
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
-        """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
+        """Write what the drafter has learned to a file, by default to the `state` with which the model was loaded.
 
         A file is replaced as a whole: if several processes share it, it holds the state that was saved last.
         """
         place = self.state if path is None else path
         if place is None:
             raise UsageError("There is no file for the state yet; name one, as in save_state('drafter.state').")
-        with self.engine.turn:  # between steps: one of another thread would change what is being written
+        with self.engine.turn:  # no step of another thread may change the state meanwhile
             save_state(self.engine.drafter, place, self.engine.target.info)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The token ids of a prompt as the model will see it, chat template included, which tells it of `tools`: a
-        JSON schema for each function, as transformers describes them."""
+        """The token ids of a prompt as the model will see it, with the chat template. The template also shows `tools`:
+        a JSON schema for each function, as transformers describes them."""
         messages = messages_of(prompt)
         if not any(message["content"].strip() for message in messages):
             raise UsageError("The prompt is empty; there is nothing to continue.")
@@ -328,7 +328,7 @@ class LLM:
         return frozenset(token for token in (*ends, self.tokenizer.eos_token_id) if token is not None)
 
     def grammar(self, options: Options) -> Grammar | None:
-        """What the `json_schema`, `regex` or `grammar` of options describes, in the tokens of the model."""
+        """The grammar that `json_schema`, `regex` or `grammar` of the options describes, in the tokens of the model."""
         given: Any = {name: options.get(name) for name in ("json_schema", "regex", "grammar")}
         if all(source is None for source in given.values()):
             return None
@@ -344,7 +344,7 @@ class LLM:
 
     @contextmanager
     def _running(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> Iterator[list[Generation]]:
-        """The prompts as requests of the engine; those that have not finished at the end are cancelled."""
+        """The prompts as requests of the engine; requests that are unfinished at the end are cancelled."""
         for name in options:
             if name not in Options.__annotations__:
                 raise UsageError(f"generate has no option {name!r}.{nearest(name, Options.__annotations__)}")
@@ -380,7 +380,7 @@ class LLM:
     def _completion(self, generation: Generation) -> Completion:
         assert generation.finish_reason is not None
         tokens = generation.token_ids
-        ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
+        ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is not part of the text
         text = self.decode(tokens[:-1] if ended else tokens) if generation.text is None else generation.text.text
         logprobs = [piece.logprob for piece in generation.pieces if piece.logprob is not None]
         found = Completion(

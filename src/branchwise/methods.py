@@ -2,7 +2,7 @@
 
 A method is the name of a preset (presets.toml) or a spec `draft/tree/verify` whose empty or missing parts take their
 defaults: `ngram/chain:8`, `model/paths:4x6/cascade`, `ngram//match`. The drafter `model` runs the user's draft model,
-`head` the user's trained head, and `auto` chooses among these and what it has itself.
+`head` the user's trained head, and `auto` chooses among these two and drafters of its own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NESTED = "nested"
 
 
 class Blank(NamedTuple):
-    """What a drafter needs that only the user can name."""
+    """A part that a drafter needs and only the user can name."""
 
     what: str
     option: str
     value: str
-    """what stands for it in a command line"""
+    """the placeholder in a command line"""
     hint: str
 
 
@@ -48,21 +48,21 @@ BLANKS = {
         "a draft model with exits", "--draft-model", "FOLDER", "a folder that `branchwise train nested` made"
     ),
 }
-"""drafters that need a model, a folder or a file"""
+"""the drafters that need a model, a folder or a file, each with that part"""
 FUSED = "fused:"
 AUTO = "auto"
-"""the drafter that chooses among all that there is"""
+"""the drafter that chooses among all sources that it has"""
 CHOICES = (MODEL, HEAD)
-"""what it may choose from besides, if the user names it"""
+"""further drafters that `auto` may choose from if the user names their part"""
 DEFAULT = "default"
-"""the method if none is asked for"""
+"""the method if the user asks for none"""
 LOSSY = "lossy"
-"""part of the name of every verifier that changes the distribution"""
+"""a part of the name of every verifier that changes the distribution"""
 DISTANCES = {
     "lossy-longest": (0.171, "fork-lossy:2x3,stop=confidence:0.7 over 3 tokens, every outcome of 6 small distributions")
 }
-"""lossy verifiers: the largest distance from the target's distribution that `branchwise audit methods` found, and on
-which trees"""
+"""for lossy verifiers, the largest distance from the target's distribution that `branchwise audit methods` found, and
+the trees on which it did"""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Method:
     tree: str | None = None
     verify: str = "match"
     paper: str = ""
-    """short, with its arXiv id"""
+    """a short reference, with the arXiv id"""
     about: str = ""
-    """one sentence"""
+    """a description in one sentence"""
 
     @property
     def lossless(self) -> bool:
@@ -109,7 +109,7 @@ class Method:
 
     @property
     def command(self) -> str:
-        """The command line that runs it."""
+        """The command line that runs the method."""
         options = {name: f"{BLANKS[name].option} {BLANKS[name].value}" for name in self.takes}
         words = [f" {said}" if name in self.blanks else f" [{said}]" for name, said in options.items()]
         return f"branchwise generate PROMPT --method {self.name}{''.join(words)}"
@@ -148,9 +148,9 @@ class Method:
         return replace(self, draft=FUSED + fused + settings)
 
     def warn_if_lossy(self) -> None:
-        """Every function that loads or runs a method calls this.
+        """Warn if the method is lossy; every function that loads or runs a method calls this.
 
-        The warning is always raised at this line and does not name the drafter, so that Python's filters show it once.
+        The warning is always raised at the same line and does not name the drafter, so Python's filters show it once.
         """
         if self.lossless:
             return
@@ -166,7 +166,7 @@ class Method:
         warnings.warn(text, LossyWarning, stacklevel=1)
 
     def build(self) -> tuple[Drafter, Verifier]:
-        """A new drafter and verifier; a pair that would not be lossless is refused."""
+        """A new drafter and a new verifier; a pair that would not be lossless is refused."""
         drafter, verifier = build_drafter(self.draft, self.tree), VERIFIERS.build(self.verify)
         check_pairing(verifier, drafter.draw, drafter.name)
         return drafter, verifier
@@ -179,7 +179,7 @@ PLAIN = PRESETS["plain"]
 
 
 def find_method(spec: str, draft_model: str | None = None, index: str | None = None, head: str | None = None) -> Method:
-    """The method of a name or of a spec `draft/tree/verify`, with the draft model, index and head if it takes them."""
+    """The method of a name or a spec `draft/tree/verify`, with those of draft model, index and head that it takes."""
     method = find_any(spec)
     options = {BLANKS[name].option for name in method.takes}
     values = {"--draft-model": draft_model, "--index": index, "--head": head}
@@ -189,9 +189,9 @@ def find_method(spec: str, draft_model: str | None = None, index: str | None = N
 def find_methods(
     specs: Sequence[str], draft_model: str | None = None, index: str | None = None, head: str | None = None
 ) -> list[Method]:
-    """Methods that share a draft model, an index and a head; at least one must take each."""
+    """Methods that share a draft model, an index and a head; each of these must be taken by a method."""
     taken = {BLANKS[name].option for spec in specs for name in find_any(spec).takes}
-    for name, value in zip((MODEL, RETRIEVAL, HEAD), (draft_model, index, head), strict=True):
+    for name, value in _by_drafter(draft_model, index, head).items():
         if value is not None and BLANKS[name].option not in taken:
             raise UsageError(f"No method here drafts with {BLANKS[name].what}; leave out {BLANKS[name].option}.")
     return [find_method(spec, draft_model, index, head) for spec in specs]
@@ -236,7 +236,7 @@ def choose_method(
 
 
 def find_any(spec: str) -> Method:
-    """The method of a name or a spec, even if its draft model, index or head is not named yet."""
+    """The method of a name or a spec, whose draft model, index or head may not be named yet."""
     if spec in PRESETS:
         return PRESETS[spec]
     parts = _split(spec)
@@ -268,7 +268,7 @@ def table() -> str:
 
 
 def members_of(draft: str) -> list[str]:
-    """The specs of the drafters of a fusion, or the only one."""
+    """The specs of the drafters of a fusion, or the one spec of another drafter."""
     if not draft.startswith(FUSED):
         return [draft]
     from branchwise.draft.lookup.fusion import split_members
@@ -277,7 +277,7 @@ def members_of(draft: str) -> list[str]:
 
 
 def _by_drafter(draft_model: str | None, index: str | None, head: str | None) -> dict[str, str | None]:
-    """What the user names, by the drafter that runs it."""
+    """The parts that the user names, by the drafters that run them."""
     return {MODEL: draft_model, RETRIEVAL: index, HEAD: head, NESTED: draft_model}
 
 
@@ -285,14 +285,14 @@ FILES = (
     *(f"{name}{mark}" for name in ("model", "retrieval", "head", "nested", "trigram") for mark in ":("),
     *("template:", "ranks:", "learned:"),
 )
-"""parts of a spec after which a name with slashes may follow"""
+"""the parts of a spec after which a file name, which may contain slashes, can follow"""
 
 
 def _split(spec: str) -> list[str]:
     """`draft/tree/verify` as its parts. Slashes in the name of a model or a file do not end a part.
 
     Such a name ends where the rest is a tree, or a tree and a verifier, either of which may be empty. So a folder may
-    be called `match`; two slashes end a name whose last folder is called like a tree: `model:a/chain//`.
+    be called `match`. If the last folder of a name is called like a tree, two slashes end the name: `model:a/chain//`.
     """
     words = [word.strip() for word in spec.split("/")]
     if not _names_file(words[0]):
@@ -309,7 +309,7 @@ def _split(spec: str) -> list[str]:
 
 
 def _tree_and_verify(words: list[str]) -> list[str] | None:
-    """Words between slashes as [tree, verify] or [tree], either of which may be empty; None if they are neither."""
+    """Words between slashes as [tree, verify] or [tree], each of which may be empty; None if they are not these."""
     ways = [["/".join(words)]]
     if len(words) > 1 and (not words[-1] or split_spec(words[-1])[0] in VERIFIERS):
         ways.insert(0, ["/".join(words[:-1]), words[-1]])

@@ -15,20 +15,21 @@ import httpx
 from branchwise.errors import UsageError
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""against truncation and penalties that servers have by default; outside OpenAI's protocol, so they may be refused"""
+"""values that turn off truncation and penalties that servers have by default; they are outside OpenAI's protocol, so
+servers may refuse them"""
 PAUSES = (0.5, 2.0)
-"""seconds before a request is sent again that a busy server turned away"""
+"""seconds of waiting before a request that a busy server refused is sent again"""
 BUSY = (429, 500, 502, 503, 504)
 REFUSING = (400, 413, 422, 501)
-"""statuses of a server that does not accept a request in this form"""
+"""statuses by which a server says that it does not accept a request in this form"""
 HINTS = {"key": "Give a key in OPENAI_API_KEY.", "model": "name one", "timeout": "is it still loading, or stuck?"}
-"""what to do about a missing key, an unknown model and a timeout; a command may name its own options"""
+"""what to do about a missing key, an unknown model and a timeout; a command may override these with its own options"""
 
 T = TypeVar("T")
 
 
 class Refused(UsageError):
-    """The server does not accept a request in this form; it may accept another form."""
+    """The server does not accept a request in this form, but may accept another form."""
 
 
 class Client:
@@ -62,15 +63,15 @@ class Client:
             headers=headers,
             timeout=timeout,
             follow_redirects=True,
-            # A proxy of the system cannot reach servers of this machine.
+            # A proxy of the system cannot reach a server on this machine.
             trust_env=not (host in ("localhost", "::1") or host.startswith("127.")),
-            # A new connection for every request: none can be stale, and as many run at once as there are threads.
+            # A new connection for every request, so that none is stale and every thread can have one.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     @cached_property
     def model(self) -> str:
-        """The given name of the model, or the first that the server lists."""
+        """The given name of the model, or the first model that the server lists."""
         if self._model is not None:
             return self._model
         found = self.ask("/v1/models")
@@ -80,7 +81,7 @@ class Client:
             raise UsageError(f"The server at {self.url} lists no model; {self._hints['model']}.") from None
 
     def ask(self, path: str, payload: Mapping[str, Any] | None = None) -> Any:
-        """The JSON value of an answer: GET without a payload, else POST. A busy server is asked again."""
+        """The JSON value of an answer, by GET without a payload and by POST with one. A busy server is asked again."""
         for pause in (*PAUSES, None):
             try:
                 reply = self._http.request("GET" if payload is None else "POST", self.url + path, json=payload)
@@ -97,7 +98,7 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     def stream(self, path: str, payload: Mapping[str, Any]) -> Iterator[Any]:
-        """The JSON values of a streamed answer as they arrive. A server that does not stream sends one."""
+        """The JSON values of a streamed answer as they arrive; a server that does not stream sends one value."""
         begun = False
         try:
             with self._http.stream("POST", self.url + path, json=payload) as reply:
@@ -111,7 +112,7 @@ class Client:
             raise (self.broken() if cut_short else self._failure(error, path)) from None
 
     def page(self, path: str) -> str | None:
-        """The text at a path, or None if there is none."""
+        """The text at a path, or None if the server has none."""
         try:
             reply = self._http.get(self.url + path)
         except httpx.RequestError:
@@ -171,7 +172,7 @@ class Forms:
         return self._forms[0]
 
     def send(self, request: Callable[[Any], T]) -> T:
-        """Call `request` with the best form. Threads wait while the first request tries one form after the other."""
+        """Call `request` with the best form. Threads wait while the first request tries one form after another."""
         with self._lock:
             while not self.settled:
                 try:
@@ -187,7 +188,7 @@ class Forms:
 
 
 def _lines(reply: httpx.Response) -> Iterator[bytes]:
-    """Lines that end with a newline. httpx's own `iter_lines` also cuts at Unicode separators inside JSON strings."""
+    """Lines that end with a newline. httpx's own `iter_lines` also splits at Unicode separators inside JSON."""
     rest = b""
     for chunk in reply.iter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -210,7 +211,7 @@ def _message(reply: httpx.Response) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system says, such as "Connection refused"; httpx keeps it as the cause of its own exception."""
+    """The system's reason, such as "Connection refused"; httpx keeps it as the cause of its own exception."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:

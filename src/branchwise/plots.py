@@ -1,4 +1,4 @@
-"""What every plot needs: matplotlib, which is an optional package, themes, and files that may not be writable."""
+"""The common parts of all plots: matplotlib, which is optional, themes, and files that may not be writable."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 WIDTH = 3.8
 DPI = 200
 STRONGEST = (1.25, 4.0)
-"""ratios between which the strongest colour of a heat map lies: what hardly differs stays pale, a peer that is fifty
-times slower leaves the others their colours"""
+"""the least and the largest ratio that may get the strongest colour of a heat map: small differences stay pale, and a
+peer that is fifty times slower leaves the others their colours"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Theme:
     ink: str
     faint: str
     neutral: str
-    """of the baseline and of remainders"""
+    """the colour of the baseline and of remainders"""
     colours: tuple[str, ...]
 
 
@@ -41,7 +41,7 @@ DARK = Theme("dark", paper="#161b22", ink="#e6edf3", faint="#363d47", neutral="#
 
 
 def check_plot(file: Path) -> None:
-    """Refuse a plot that could not be written, before anything is measured for it."""
+    """Refuse a plot that could not be written, before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("A plot needs matplotlib. Install it with: pip install matplotlib")
     if file.suffix.lower() != ".png":
@@ -72,7 +72,7 @@ def save(figure: Any, file: Path) -> None:
 
 
 def png(height: float, paint: Callable[[Axes, Theme], None], theme: Theme) -> bytes:
-    """What `paint` draws on axes of this height in inches, byte for byte the same for the same numbers."""
+    """A PNG of what `paint` draws on axes of this height in inches; the same numbers give the same bytes."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -85,10 +85,10 @@ def png(height: float, paint: Callable[[Axes, Theme], None], theme: Theme) -> by
         "axes.edgecolor": theme.neutral,
         "font.family": "DejaVu Sans",
         "font.size": 9,
-        "text.parse_math": False,  # names may hold dollars
+        "text.parse_math": False,  # names may contain dollar signs
     }
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name in a script that the font does not have is drawn as boxes
+        warnings.simplefilter("ignore")  # letters that the font lacks are drawn as boxes
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(style)
         canvas = Canvas(figsize=(WIDTH, height + 0.5), facecolor=theme.paper, layout="constrained")
@@ -117,8 +117,9 @@ def paint_ratios(
 ) -> None:
     """A heat map of ratios with their numbers: the colour of paper at 1, one hue above it and another below.
 
-    Colours follow the logarithm, so that twice as fast is as strong as half as fast. The strongest are for the ratio
-    that is furthest from 1, within `STRONGEST`. A cell without a ratio stays empty. `turned` are the column names.
+    Colours follow the logarithm, so that twice as fast is as strong as half as fast. The ratio that is furthest from 1
+    gets the strongest colour, within `STRONGEST`. A cell without a ratio stays empty. With `turned`, column names are
+    turned.
     """
     from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
 
@@ -144,6 +145,6 @@ def paint_ratios(
 
 
 def readable_on(colour: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Black or white, whichever is readable on a colour."""
     red, green, blue = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     return "#000000" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "#ffffff"

@@ -1,4 +1,4 @@
-"""A moving line with the remaining time for people, and nothing where standard error is read by a program."""
+"""A progress line with the remaining time if standard error is a terminal, and nothing if a program reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how much is done, how much there is; 0 where that is not known yet)"""
+"""called with (the current work, how much of it is done, how much it is in all, or 0 if that is not known yet)"""
 
 
 def silent(what: str, done: int, of: int) -> None:
@@ -33,7 +33,7 @@ def showing() -> Iterator[Progress]:
 
         def show(what: str, done: int, of: int) -> None:
             if done < bar.tasks[0].completed:
-                bar.reset(task)  # something else begins, and what came before says nothing about its time
+                bar.reset(task)  # new work begins, and the earlier work says nothing about its time
             bar.update(task, description=what, completed=done, total=of or None)
 
         yield show

@@ -1,4 +1,4 @@
-"""What a prompt may be: a text, or a conversation."""
+"""The types of a prompt: a text, or a conversation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from branchwise.errors import UsageError
 
 Message = Mapping[str, Any]
-"""{"role": "user", "content": "…"}, and what else the chat template reads"""
+"""{"role": "user", "content": "…"}, and any further fields that the chat template reads"""
 Prompt = str | Sequence[Message]
 """a text, which a chat model sees as one user message, or a conversation"""
 
@@ -26,7 +26,7 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
 
 
 def is_one(prompt: Any) -> bool:
-    """A text or a conversation, as against a list of those."""
+    """Whether this is one text or one conversation, and not a list of them."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return True
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).parent
 
 
 def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
-    """`commit` names the code if it does not run from a git checkout; the digest of the source is noted as well."""
+    """The provenance of numbers measured now. `commit` names the code if it does not run from a git checkout; a digest
+    of the source is recorded as well."""
     changes = None if commit else git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": commit or git("rev-parse", "HEAD"),
@@ -37,12 +38,12 @@ def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str |
 
 
 def without_folder(word: str) -> str:
-    """A word of a command line without the folders of this machine."""
+    """A word of a command line, without the folders of this machine."""
     return Path(word).name if Path(word).is_absolute() else word
 
 
 def versions() -> dict[str, str]:
-    own = sys.modules[PACKAGE.name].__version__  # imported already, since this is a part of it
+    own = sys.modules[PACKAGE.name].__version__  # already imported, since this file is a part of it
     found = {"branchwise": own, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "xllamacpp"):
         try:
@@ -53,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest(*folders: Path) -> str:
-    """Sixteen hexadecimal digits of the code and its data: they tell changed code from a commit's, also without git."""
+    """Sixteen hexadecimal digits of a hash of the code and its data, which show changed code even without git."""
     digest = hashlib.sha256()
     for folder in folders:
         for file in sorted(file for file in folder.rglob("*") if file.suffix in (".c", ".h", ".py", ".toml", ".jsonl")):
@@ -62,7 +63,7 @@ def source_digest(*folders: Path) -> str:
 
 
 def git(*words: str) -> str | None:
-    """What git says about the code that runs; None if it runs from an installed package."""
+    """The output of git about the code that runs; None if it runs from an installed package."""
     if not any((folder / ".git").exists() for folder in PACKAGE.parents[:2]):
         return None
     try:
@@ -73,7 +74,7 @@ def git(*words: str) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The processor that computes, as its vendor calls it."""
+    """The vendor's name of the processor that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

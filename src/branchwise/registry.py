@@ -1,8 +1,8 @@
 """Names for parts, loaded only when asked for.
 
-A registry maps a name to "module:Object", so that listing names imports nothing and an optional package is needed
-only by the part that uses it. A spec is `name` or `name:args`, where args are positional values and key=value
-options separated by commas: `chain:8`, `ngram:min=2,max=4`. What stands in parentheses is one value.
+A registry maps a name to "module:Object", so that listing names imports nothing and an optional package is needed only
+by the part that uses it. A spec is `name` or `name:args`, where args are positional values and key=value options
+separated by commas: `chain:8`, `ngram:min=2,max=4`. Text in parentheses is one value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from branchwise.errors import UnknownName, UsageError
 
 
 def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """' Did you mean …?' for the closest known name, or nothing; ready to stand inside a sentence."""
+    """' Did you mean …?' with the closest known name, or an empty text; can be put between two sentences."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def check_known(kind: str, name: str, known: Iterable[str], or_else: str = "") -> None:
-    """Refuse a name that is none of those known."""
+    """Refuse a name that is not known."""
     if name not in (names := list(known)):
         raise UnknownName(f"Unknown {kind} {name!r}.{nearest(name, names)} Known: {', '.join(names)}{or_else}.")
 
@@ -33,7 +33,7 @@ def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
     """`name:a,b,key=value` as (name, [a, b], {key: value})."""
     name, _, rest = spec.partition(":")
     positional, options = [], {}
-    for part in filter(None, map(str.strip, re.split(r",(?![^()]*\))", rest))):  # but for commas in parentheses
+    for part in filter(None, map(str.strip, re.split(r",(?![^()]*\))", rest))):  # but not at commas in parentheses
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or "(" in key:
@@ -46,7 +46,8 @@ def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
 
 
 def split_specs(text: str) -> list[str]:
-    """Specs between commas or blanks; a comma inside one, as in rsd-c:4,2 or ngram:max=4,min=2, belongs to it."""
+    """The specs in a text, which commas or blanks separate; a comma inside a spec, as in rsd-c:4,2 or
+    ngram:max=4,min=2, belongs to it."""
     specs: list[str] = []
     for part in text.split():
         for number, piece in enumerate(part.split(",")):
@@ -60,7 +61,7 @@ def split_specs(text: str) -> list[str]:
 
 
 class Registry:
-    """One kind of part: its names, where each lives, and how to build one from a spec."""
+    """The parts of one kind: their names, the module of each, and how to build a part from a spec."""
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
         self.kind = kind
@@ -74,7 +75,7 @@ class Registry:
         self._entries[name] = part
 
     def find(self, name: str) -> Any:
-        """The class behind a name; importing its module is the first thing that costs anything."""
+        """The class of a name; its module is imported now."""
         check_known(self.kind, name, sorted(self._entries))
         entry = self._entries[name]
         if not isinstance(entry, str):
@@ -89,7 +90,7 @@ class Registry:
             ) from error
 
     def build(self, spec: str, **given: Any) -> Any:
-        """Build the part that a spec describes. `given` are values from the caller; a part takes those it names."""
+        """Build the part that a spec describes. `given` are values from the caller; a part gets those that it names."""
         name, positional, options = split_spec(spec)
         part, subject = self.find(name), f"{self.kind.capitalize()} {name!r}"
         parameters = inspect.signature(part).parameters
@@ -121,7 +122,7 @@ def _usage(name: str, own: list[inspect.Parameter]) -> str:
 
 
 def _convert(subject: str, parameter: inspect.Parameter, text: str) -> Any:
-    # An annotation is a type or, where a module defers them, the name of one.
+    # An annotation is a type, or the name of a type if the module defers annotations.
     annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation)).split(" | ")[0]
     wanted = {"int": int, "float": float, "str": str}.get(annotation)
     if wanted is None:

@@ -1,4 +1,4 @@
-"""Doubles for tests: a toy target, drafters of every degree of skill, and worlds in which the best size is known."""
+"""Doubles for tests: a toy target, drafters of every degree of skill, and worlds whose best tree size is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["COSTS", "SOURCES", "ContrarianDrafter", "RandomDrafter", "ToyTarget"
 
 
 class RandomDrafter(Drafter):
-    """No skill at all: random tokens on random trees."""
+    """Drafts without skill: random tokens on random trees."""
 
     name = "random"
 
@@ -47,7 +47,7 @@ class RandomDrafter(Drafter):
 
 @dataclass(eq=False)
 class TruthDrafter(Drafter):
-    """Knows what will be written and drafts it, with `decoys` wrong siblings before every true token.
+    """Knows the text that will be written and drafts it, with `decoys` wrong siblings before every true token.
 
     `truth` maps the tokens of a prompt to the continuation that plain decoding writes.
     """
@@ -77,7 +77,7 @@ class TruthDrafter(Drafter):
 
 
 class ContrarianDrafter(TruthDrafter):
-    """Adversarial: knows what will be written and drafts anything else."""
+    """Adversarial: knows the text that will be written and drafts anything else."""
 
     name = "contrarian"
 
@@ -85,13 +85,13 @@ class ContrarianDrafter(TruthDrafter):
         return (token + 1 + self.decoys) % self.vocabulary
 
 
-# A machine and a text of which everything is known
+# A machine and a text whose every property is known
 
 ROOM = Budget(128, 16)
 OTHER = 99
-"""a token that nobody promises"""
+"""a token that no source promises"""
 Cost = Callable[[int], float]
-"""seconds of a pass over so many rows, those of all texts together"""
+"""seconds of a pass over this many rows, those of all texts together"""
 
 COSTS: dict[str, Cost] = {
     "flat": lambda rows: 1 + rows / 200,
@@ -99,7 +99,7 @@ COSTS: dict[str, Cost] = {
     "cliff": lambda rows: 1.0 if rows <= 8 else 2.5 + rows / 100,
     "second row": lambda rows: 1.0 if rows == 1 else 1.9 + rows / 40,
 }
-"""machines: rows cost little, much, nothing up to a step, or most of a pass from the second one on"""
+"""machines: rows cost little, cost much, cost nothing up to a cliff, or cost most of a pass from the second row on"""
 SOURCES: dict[str, tuple[Sequence[float], Sequence[float]]] = {
     "sure": ((0.8, 0.1), (0.8, 0.1)),
     "torn": ((0.4, 0.3, 0.1), (0.4, 0.3, 0.1)),
@@ -109,20 +109,20 @@ SOURCES: dict[str, tuple[Sequence[float], Sequence[float]]] = {
     "optimist": ((0.9, 0.08), (0.3, 0.1)),
     "pessimist": ((0.6, 0.05), (0.8, 0.05)),
 }
-"""sources of candidates: what they promise, and how often each is right; the first three are honest"""
+"""sources of candidates: the promised probabilities, and the true ones; the first three are honest"""
 
 
 @dataclass
 class World:
-    """A text and a machine: what a source promises of its candidates, how often each is right, and what passes cost."""
+    """A text and a machine: what a source promises of its candidates, what is true, and what passes cost."""
 
     promised: Sequence[float]
-    """of the candidates at any place, best first; their tokens are 0, 1, 2, ..."""
+    """promised probabilities of the candidates at every place, the best first; their tokens are 0, 1, 2, ..."""
     true: Sequence[float]
     cost: Cost
     noise: float = 0.05
     batch: int = 1
-    """texts that are written together, all alike"""
+    """how many texts, all alike, are written together"""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: float = 0.0
 
@@ -130,7 +130,7 @@ class World:
         return [Candidate(token, mass, (), "") for token, mass in enumerate(self.promised)]
 
     def speed(self, policy: AdaptiveSize, steps: int) -> float:
-        """Tokens a second over so many steps, by the clock of this world."""
+        """Tokens a second over `steps` steps, by the clock of this world."""
         start = self.now
         with mock.patch.object(time, "perf_counter", self.clock):
             came = sum(self.step(policy) for _ in range(steps))
@@ -140,7 +140,7 @@ class World:
         return self.now
 
     def step(self, policy: AdaptiveSize) -> int:
-        """One step; how many tokens came."""
+        """Take one step; returns how many tokens came."""
         texts = range(self.batch)
         laid = policy.lay_all([0 for _ in texts], [() for _ in texts], self.candidates, [ROOM for _ in texts])
         trees = [tree.finish(Draw.FIXED) for tree in laid]
@@ -162,7 +162,7 @@ class World:
             path.append(below[0])
 
     def fixed(self, size: int) -> float:
-        """Tokens a second of a tree of so many nodes, in the long run."""
+        """Tokens a second, in the long run, of trees that always have `size` nodes."""
         tree = TreeBuilder([0])
         grown = len(list(islice(grow_best_first(tree, (), self.candidates, depth=ROOM.depth, width=8), size)))
         came = [1.0]
@@ -176,5 +176,5 @@ class World:
 
     @property
     def hindsight(self) -> float:
-        """The best of all sizes that stay as they are."""
+        """The highest speed of all fixed sizes."""
         return max(self.fixed(size) for size in SIZES if size <= 63)

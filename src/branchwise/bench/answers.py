@@ -38,17 +38,17 @@ class Makes24:
 
 @dataclass(frozen=True)
 class Manner:
-    """How an answer is given; the abstract of StyleBench (arXiv 2509.20868) says of small models that they fail to
-    follow output instructions and guess, and these are the two as counted here."""
+    """How an answer is given. The abstract of StyleBench (arXiv 2509.20868) says that small models fail to follow
+    output instructions and guess; these two are counted here."""
 
     followed: bool
-    """the ending that was asked for is there, with an answer of the kind that was asked for"""
+    """whether the answer has the ending that was asked for, with a value of the kind that was asked for"""
     guessed: bool
-    """an answer is given, and hardly a word stands before it"""
+    """whether an answer is given with hardly a word before it"""
 
 
 FEWEST_WORDS = 4
-"""before an answer that is not a guess: the shortest step, such as 30 - 12 = 18, has five"""
+"""the fewest words before an answer that is not a guess; the shortest step, such as 30 - 12 = 18, has five"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Ending:
     """The form in which a style asks for an answer."""
 
     mark: str
-    """Answer:, #### or \\boxed{"""
+    """the mark before the answer: Answer:, #### or \\boxed{"""
     kind: str
-    """number, letter or expression"""
+    """the kind of answer: number, letter or expression"""
     options: str = ""
-    """letters that can be chosen"""
+    """the letters to choose from"""
 
     def __call__(self, text: str) -> Manner:
         before, mark, after = text.rpartition(self.mark)
@@ -78,17 +78,18 @@ class Ending:
 _MARKER = re.compile(r"\banswer(?:\s{1,3}is\b|\*{0,2}\s{0,3}:)|####|(?P<box>\\boxed\s?\{)", re.IGNORECASE)
 _DIGITS = r"[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+"
 _NUMBER = re.compile(
-    r"(?:(?<![\w)\].])(?P<minus>[-−]))?\\?\$?"  # a minus behind a number or a bracket is a subtraction
+    r"(?:(?<![\w)\].])(?P<minus>[-−]))?\\?\$?"  # a minus after a number or a bracket is a subtraction
     rf"(?P<value>(?:{_DIGITS})(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:\s?/\s?(?P<below>[0-9]+))?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s?\{(-?[0-9]{1,20})\}\s?\{([0-9]{1,20})\}")
 _LONGEST_NUMBER = 60
-"""characters; Python refuses to convert numbers of thousands of digits, and no problem has such an answer"""
+"""the most characters of a number; Python refuses to convert numbers of thousands of digits, which no problem needs"""
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number that an answer gives: the last of the line after "Answer:", "####" or in \\boxed{}, else the last.
+    """The number that an answer gives: the last number in the line after "Answer:", "####" or in \\boxed{}, else the
+    last number of the text.
 
     If several places are marked, the last one with a number counts; "the answer is" marks like "Answer:".
     """
@@ -109,7 +110,7 @@ def _number_of(found: re.Match[str]) -> Fraction | None:
 
 
 def marked(text: str) -> Iterator[str]:
-    """The text after each mark of an answer up to the next mark, the last first; for \\boxed{} its inside."""
+    """The text after each mark of an answer up to the next mark, the last one first; for \\boxed{} the text inside."""
     end = len(text)
     for mark in reversed(list(_MARKER.finditer(text))):
         part = text[mark.end() : end]
@@ -127,8 +128,8 @@ def _up_to_brace(text: str) -> str:
 
 
 def letter_in(text: str, options: str) -> str | None:
-    """The option that an answer gives, of letters such as "ABCD": what a mark such as "Answer:" is followed by, else
-    what the text begins with, else the last letter that stands alone. The article "A" is no option."""
+    """The option that an answer gives, of letters such as "ABCD": the letter after a mark such as "Answer:", else the
+    letter that the text begins with, else the last letter that stands alone. The article "A" is no option."""
     if not options:
         return None
     one = f"[{re.escape(options)}]"
@@ -157,7 +158,7 @@ _TIMES = re.compile(r"(?<=[0-9)])\s?[xX]\s?(?=[0-9(])")
 _CALL = re.compile(r"[^\W0-9]\(.*")
 _RUN = re.compile(r"[0-9+\-*/() \t]+")
 _LONGEST_EXPRESSION = 120
-"""characters; four numbers with every bracket that can be needed have fewer, and nothing deep fits in"""
+"""the most characters of an expression; four numbers with all needed brackets are shorter, and nothing deep fits in"""
 
 
 def makes_24(text: str, numbers: Sequence[int]) -> bool:
@@ -179,10 +180,10 @@ def makes_24(text: str, numbers: Sequence[int]) -> bool:
 
 
 def _expressions(line: str) -> Iterator[str]:
-    """The runs of numbers, operators and brackets of a line that stand alone."""
+    """The parts of a line that consist of numbers, operators and brackets, and stand alone."""
     if bullet := _BULLET.match(line):
         line = line[bullet.end() :]
-    line = _CALL.sub("", _TIMES.sub("*", line))  # what follows a call is code, not an answer
+    line = _CALL.sub("", _TIMES.sub("*", line))  # code after a call is no answer
     for run in _RUN.finditer(line):
         expression = run[0].strip()
         before, after = line[max(0, run.start() - 1) : run.start()], line[run.end() : run.end() + 1]

@@ -1,4 +1,4 @@
-"""Contestants: plain decoding, methods and peers behind one verb.
+"""Contestants: plain decoding, methods and peers, all with one method of their own:
 
     write(prompts, asked)   the answers to a batch of token ids, with the time they took
 
@@ -35,25 +35,25 @@ class Asked:
     top_p: float = 1.0
     top_k: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    """empty if answers are to have the full length"""
+    """tokens that end an answer; empty if answers are to have the full length"""
     forbidden: frozenset[int] = frozenset()
     """tokens that must not be written: the end-of-text tokens, if answers are to have the full length"""
     seeds: tuple[int, ...] = ()
-    """one for each prompt, the same for every contestant"""
+    """one seed for each prompt, the same for every contestant"""
 
 
 @dataclass
 class Answer:
-    """One answer of a batch. Fields as in `records.Record`."""
+    """One answer of a batch. Its fields are those of `records.Record`."""
 
     ids: list[int]
     finish_reason: str
     seconds: float
     text: str | None = None
-    """None: decode the ids"""
+    """the text; None if it is to be decoded from the ids"""
     counted_by: str = "ids"
     tokens: int | None = None
-    """as counted by a server; None: as many as there are ids"""
+    """the number of tokens by a server's own count; None: the number of ids"""
     steps: int | None = None
     drafted: int | None = None
     accepted: int | None = None
@@ -74,7 +74,7 @@ class Contestant(Protocol):
     kind: str
     """`records.PLAIN`, METHOD or PEER"""
     comparable: bool = False
-    """whether its sampled answers must equal the baseline's, seed for seed; greedy answers always must"""
+    """whether its sampled answers must equal the baseline's for equal seeds; greedy answers always must"""
     learns: bool = False
     """whether what it wrote changes how fast it writes later requests"""
 
@@ -84,21 +84,21 @@ class Contestant(Protocol):
         """Drop everything learned from earlier prompts."""
 
     def warm_up(self, prompts: Sequence[Sequence[int]], asked: Asked) -> None:
-        """Write something that is not timed, and forget it."""
+        """Write an answer that is not timed, and forget it."""
         self.write(prompts, asked)
         self.forget()
 
 
 class Peer(Contestant):
-    """Another engine."""
+    """Another engine as a contestant."""
 
     kind = PEER
     usage: str | None = None
-    """how a spec names what the peer cannot run without; None if it takes options of the registry"""
+    """how a spec names what the peer needs, such as a file; None if it takes options of the registry"""
 
 
 class Ours(Contestant):
-    """One method on a loaded model, by the engine that users run. Contestants share weights and KV cache."""
+    """A method on a loaded model, by the engine that users run. Contestants share weights and KV cache."""
 
     def __init__(self, llm: LLM, method: Method, most: Budget | None = None, *, guard: bool = False) -> None:
         """`most` bounds every tree, to compare methods at an equal budget or depth. Under a `guard` a method drafts
@@ -118,12 +118,12 @@ class Ours(Contestant):
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
         self._engine.counts_probs = True
         self._engine.warn_if_cut()
-        self._guard = self._engine.guard or self._guard  # what steps take is known of the machine, not of the prompts
+        self._guard = self._engine.guard or self._guard  # its times are the machine's, not the prompts'
         self.learns = drafter.learns
         self._fresh = memory_of(self._engine) if self._engine.pipelined else None
 
     def forget(self) -> None:
-        # What a device has recorded for this drafter would have to be recorded again for another one.
+        # A new drafter would make the device record its graphs again.
         if self._fresh is None:
             self._build()
         else:
@@ -131,7 +131,7 @@ class Ours(Contestant):
 
     def warm_up(self, prompts: Sequence[Sequence[int]], asked: Asked) -> None:
         if self._engine.guard is not None:
-            warm_up(self._engine, progress=False)  # it compares what its sources cost
+            warm_up(self._engine, progress=False)  # also measures the costs of the guard's sources
         with recording_at_first_sight():
             super().warm_up(prompts, asked)
 
@@ -167,8 +167,8 @@ class Ours(Contestant):
         return [self._answer(generation, seconds, drafted) for generation in generations]
 
     def _target_cost(self, nodes: int) -> float | None:
-        """Bytes that a pass over so many nodes reads, over those of a pass over one: nodes share all weights but the
-        experts of a mixture."""
+        """Bytes that a pass over `nodes` nodes reads, divided by those of a pass over one node; nodes share all weights
+        but the experts of a mixture."""
         if self._engine.target.info.weight_bytes is None:
             return None
         if nodes not in self._target_costs:

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 LENGTHS = (4096, 8192, 16384)
 PIECES = 4
-"""of each length, unless more are asked for"""
+"""how many pieces of each length are made, unless more are asked for"""
 
 
 def long_items(
     paths: Sequence[Path], lengths: Sequence[int], answer: int, limit: int | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[Item]:
-    """For each length at most `limit` pieces, as items of the category "long/<length>": a piece and an answer of
-    `answer` tokens are together as long as that. A tokenizer that begins every text with a token begins pieces so."""
+    """For each length at most `limit` pieces, as items of the category "long/<length>". A piece and an answer of
+    `answer` tokens together have that length. If a tokenizer begins every text with a special token, pieces begin with
+    it too."""
     for length in lengths:
         if length <= answer:
             raise UsageError(f"A context of {length} tokens has no room for answers of {answer}; choose a smaller -n.")
@@ -51,7 +52,7 @@ def long_items(
 
 
 def _begins(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether texts begin with the token for that."""
+    """Whether the tokenizer begins every text with a special token."""
     call: Any = tokenizer
     ids = call("a")["input_ids"]
     return bool(ids) and ids[0] == tokenizer.bos_token_id

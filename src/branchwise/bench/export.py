@@ -1,6 +1,6 @@
-"""Records in the formats of others, so that their tools can read a run of ours.
+"""Records in the formats of other projects, so that their tools can read a run of ours.
 
-Each function takes the records of one contestant (see `summary.by_contestant`). What records do not hold is left out.
+Each function takes the records of one contestant (see `summary.by_contestant`), and leaves out what they do not hold.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from branchwise.bench.summary import Row
 def spec_bench_lines(records: Sequence[Record]) -> list[str]:
     """The answer file of Spec-Bench (Xia et al., 2024): one JSON line for each question, a choice for each round.
 
-    `wall_time` of an answer is its share of the clock of its batch. Records hold how many steps accepted so many
-    tokens, but not in which order: `accept_lengths` has every length as often as it occurred, the longest first, which
-    is all that Spec-Bench's mean needs. It is empty if the contestant does not report them.
+    `wall_time` of an answer is its share of the time of its batch. Records hold how many steps accepted each number of
+    tokens, but not their order. So `accept_lengths` has every length as often as it occurred, the longest first, which
+    is all that Spec-Bench's mean needs. It is empty if the contestant does not report acceptance.
     """
     times = {id(record): spent for record, spent in zip(records, shares(records), strict=True)}
     lines = []
@@ -64,9 +64,9 @@ def accept_lengths(record: Record) -> list[int]:
 
 
 def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
-    """What `vllm bench serve --save-result` would write, in its words.
+    """The result that `vllm bench serve --save-result` would write, under its names.
 
-    A draft of vLLM is a step that had one, so steps without a draft do not lower its acceptance length, and its rates
+    A draft of vLLM is a step that drafted, so steps without a draft do not lower its acceptance length, and its rates
     per position are shares of all drafts. Its rates are percentages. Records hold no times of single tokens.
     """
     first, duration = records[0], sum(shares(records))
@@ -93,7 +93,7 @@ def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
 def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
     known = [r for r in records if r.drafted_per_depth and r.drafted is not None and r.accepted is not None]
     drafted, accepted = sum(r.drafted or 0 for r in known), sum(r.accepted or 0 for r in known)
-    if not drafted:  # vLLM leaves the keys out too
+    if not drafted:  # vLLM leaves out the keys too
         return {}
     drafts = sum_per_depth(known, "drafted_per_depth")[0]
     return {

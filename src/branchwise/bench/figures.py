@@ -1,7 +1,7 @@
-"""The figures of a report: what each shows, a sentence that says it in numbers, and its pixels, light and dark.
+"""The figures of a report: what each shows, a sentence with its main numbers, and its pixels, light and dark.
 
-A figure is 3.8 inches wide, about as wide as a phone, so that its text stays readable. The colours of Okabe and Ito
-can be distinguished by colour-blind people; the shapes of marks repeat them.
+A figure is 3.8 inches wide, about as wide as a phone, so that its text stays readable. The colours of Okabe and Ito can
+be distinguished by colour-blind people; the shapes of marks repeat the distinction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MARKS = "os^DvPX"
 ACROSS = 34
-"""characters below a figure; longer labels are turned"""
+"""how many characters fit below a figure; longer labels are turned"""
 TARGET = "target"
 """the source of the target's own tokens"""
 
@@ -29,14 +29,14 @@ TARGET = "target"
 @dataclass(frozen=True)
 class Figure:
     name: str
-    """of the file, without its ending"""
+    """the name of the file, without its ending"""
     title: str
     finding: str
-    """what the picture shows, as its alternative text"""
+    """what the picture shows; used as its alternative text"""
     reading: str
     """how to read it"""
     height: float
-    """of the axes, in inches"""
+    """the height of the axes, in inches"""
     paint: Callable[[Axes, Theme], None]
     from_records: bool = True
 
@@ -100,10 +100,10 @@ def where_it_pays(records: Sequence[Record]) -> Figure | Missing:
         if row.speed_up is not None
     }
     names, kinds = (list(dict.fromkeys(key[side] for key in ratios)) for side in (0, 1))
-    if len(kinds) < 3:  # all, and the only category
+    if len(kinds) < 3:  # one category alone is the same as all
         return Missing(title, "No contestant and the baseline have done the same requests in two categories.")
     table = [[ratios.get((name, kind)) for name in names] for kind in kinds]
-    if len(names) > len(kinds):  # the longer side goes down the page
+    if len(names) > len(kinds):  # the longer side runs down the page
         table, names, kinds = [list(line) for line in zip(*table, strict=True)], kinds, names
     below = [*map(_short, names)]
     turned = len(below) * max(map(len, below)) > ACROSS
@@ -278,12 +278,12 @@ def scoring_cost(costs: Sequence[Mapping[str, Any]]) -> Figure | Missing:
 def _dots(
     values: Mapping[tuple[str, str], Ratio], names: Sequence[str], label: str, reference: float | None = None
 ) -> tuple[float, Callable[[Axes, Theme], None]]:
-    """Height and paint: a line for each place (a category, a state), and in it a mark with its interval for each
-    contestant. Without a reference the values are percentages."""
+    """Height and paint of a figure with a line for each place (a category or a state), and in each line a mark with its
+    interval for each contestant. Without a reference, the values are percentages."""
     own = [name for name in names if any(key[0] == name for key in values)]
     places = list(dict.fromkeys(place for _, place in values))
     if len(places) == 2 and ALL in places:
-        places = [ALL]  # the only category is the same as all
+        places = [ALL]  # one category alone is the same as all
     band = len(own) + 0.6
 
     def paint(axes: Axes, theme: Theme) -> None:
@@ -310,7 +310,7 @@ def _dots(
         axes.set_ylim(len(places) * band - 0.8, -0.8)
         axes.margins(x=0.14)
         if reference is None:
-            axes.set_xlim(0, 112)  # a percentage, and room for its number
+            axes.set_xlim(0, 112)  # percentages, with space for the number
         axes.set_xlabel(label)
         axes.grid(axis="x", color=theme.faint, linewidth=0.6)
 
@@ -320,7 +320,7 @@ def _dots(
 def _bars(
     name: str, title: str, verb: str, reading: str, parts: Mapping[str, Mapping[str, float]], neutral: str, label: str
 ) -> Figure:
-    """A bar of 100 % for each contestant, its name above it; the neutral part comes last and is grey."""
+    """A bar of 100 % for each contestant, with its name above; the neutral part comes last and is grey."""
     names = [part for part in dict.fromkeys(part for own in parts.values() for part in own) if part != neutral]
 
     def paint(axes: Axes, theme: Theme) -> None:
@@ -361,14 +361,14 @@ def _look(name: str, names: Sequence[str], theme: Theme) -> dict[str, Any]:
 
 
 def _names(rows: Iterable[Row | Record]) -> list[str]:
-    """The contestants in the order that gives them their colours; the first place is kept for the baseline."""
+    """The contestants in the order that gives them their colours; the first place belongs to the baseline."""
     kinds = {row.contestant: row.kind for row in rows}
     plain = [name for name, kind in kinds.items() if kind == PLAIN]
     return [plain[0] if plain else "", *(name for name in kinds if name not in plain[:1])]
 
 
 def _short(name: str, most: int = 20) -> str:
-    """Long enough to be known, short enough for a phone; the middle is the part that can go."""
+    """A name short enough for a phone and long enough to be recognised; the middle is left out."""
     name = " ".join(name.split())
     return name if len(name) <= most else f"{name[: most - most // 3 - 1]}…{name[-(most // 3) :]}"
 
@@ -383,7 +383,7 @@ def _sentence(clauses: Iterable[str], most: int = 5) -> str:
 
 
 def _range(name: str, values: Mapping[tuple[str, str], Ratio]) -> str:
-    """The categories in which a contestant is slowest and fastest, if there are several."""
+    """The categories in which a contestant is slowest and fastest; empty if it has only one."""
     own = [(ratio.value, category) for (other, category), ratio in values.items() if other == name and category != ALL]
     if len(own) < 2:
         return ""
@@ -392,6 +392,6 @@ def _range(name: str, values: Mapping[tuple[str, str], Ratio]) -> str:
 
 
 def _largest(part: Mapping[str, float]) -> str:
-    """`61 % in score and 20 % in draft`."""
+    """The largest parts in words, such as `61 % in score and 20 % in draft`."""
     top = sorted(part.items(), key=lambda pair: -pair[1])[:2]
     return " and ".join(f"{share:.0%} in {name}" for name, share in top)

@@ -1,9 +1,9 @@
 """Metrics: every number of a benchmark is defined here once.
 
-A function takes the records of one contestant and skips those without the needed values; it returns None if all are
-skipped. `seconds` of a record is the time of its whole group, so it counts once per group. If `records` are only a part
-of their groups, such as the records of one category, `among` holds all records, and a request gets an equal share of
-the time of its group.
+A function takes the records of one contestant and skips those without the needed values; it returns None if it skips
+all. `seconds` of a record is the time of its whole group, so it counts once per group. If `records` are only a part of
+their groups, such as the records of one category, `among` holds all records, and a request gets an equal share of the
+time of its group.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from branchwise.bench.records import PEER, Difference, Key, Record
 from branchwise.engine.stats import PHASES
 
 OTHER = "other"
-"""the time that belongs to no phase"""
+"""the time that belongs to none of the phases"""
 DRAWS = 4000
-"""of the bootstrap"""
+"""how many draws the bootstrap makes"""
 FEWEST = 3
-"""items; with fewer there is no interval, since a bootstrap cannot leave the range of its items"""
+"""the fewest items for an interval: with fewer, a bootstrap cannot leave the range of its items"""
 
 
 # ---- time --------------------------------------------------------------------------------------------------------
@@ -34,12 +34,12 @@ Group = tuple[str, str, int, int, str]
 
 
 def group_of(record: Record) -> Group:
-    """Identifies requests that ran together, in one state, since cold and warm runs may be read together."""
+    """The identity of requests that ran together, with their state, since cold and warm runs may be read together."""
     return record.contestant, record.state, record.round, record.turn, record.group
 
 
 def group_sizes(records: Iterable[Record]) -> dict[Group, int]:
-    """How many items each group has; an item counts once, even if files of several runs are read together."""
+    """How many items each group has. An item counts once, even if files of several runs are read together."""
     return Counter(group for group, _ in {(group_of(record), record.item) for record in records})
 
 
@@ -86,13 +86,13 @@ def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = Non
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster than the baseline, with a 95 % interval."""
+    """How many times faster than the baseline a contestant is, with a 95 % interval."""
 
     value: float
     low: float | None
     high: float | None
     units: int
-    """items, or batches of items, in the sample"""
+    """the size of the sample: items, or batches of items"""
 
 
 def speed_up(
@@ -106,8 +106,8 @@ def speed_up(
 
     The interval is a bootstrap over items, because prompts differ more than rounds do. Items of one batch share their
     time and are drawn together. Its quantiles are widened for small samples (Hesterberg, What Teachers Should Know
-    About the Bootstrap, 2015: the expanded percentile interval). With skewed speed-ups, intervals over 8 items cover
-    92 %, over 30 items 94 %; the tests simulate it.
+    About the Bootstrap, 2015: the expanded percentile interval). With skewed speed-ups, intervals over 8 items cover 92
+    %, over 30 items 94 %, as the tests simulate.
     """
     among = [*records, *baseline] if among is None else among
     both = {_asked(record) for record in records} & {_asked(record) for record in baseline}
@@ -127,8 +127,8 @@ def paired_ratio(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Ratio | None:
-    """A quotient of sums over another one on the same prompts, such as tokens over passes, with the interval of
-    `speed_up`; `scale` is a factor that no prompt changes."""
+    """The quotient of two sums, divided by another such quotient on the same prompts, with the interval of `speed_up`.
+    An example is tokens over passes. `scale` is a factor that does not depend on the prompt."""
     sums = np.array([[*mine, *theirs] for mine, theirs in zip(ours, baseline, strict=True)], dtype=np.float64)
     found = _bootstrap(sums, draws, seed)
     if found is None:
@@ -158,12 +158,12 @@ def _ratio(sums: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
 
 
 def _asked(record: Record) -> tuple[str, int, int, str]:
-    """What two requests must share to be compared."""
+    """The parts of a request that must be equal for two requests to be compared."""
     return record.item, record.turn, record.round, record.state
 
 
 def _units(records: Iterable[Record]) -> dict[str, int]:
-    """A number for each item, equal for items that ever ran in one group."""
+    """A number for each item. Items that ever ran in one group have the same number."""
     leader: dict[str, str] = {}
 
     def lead(item: str) -> str:
@@ -186,13 +186,13 @@ def _over(above: float, below: float) -> float | None:
 
 
 def _per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
-    """The sum of a count over the sum of steps, for records that have both."""
+    """The sum of a count, divided by the sum of steps, over records that have both."""
     known = [(counted, record.steps) for record in records if (counted := count(record)) is not None and record.steps]
     return _over(sum(counted for counted, _ in known), sum(steps for _, steps in known))
 
 
 def mean_acceptance_length(records: Sequence[Record]) -> float | None:
-    """1 + accepted drafts per step, as in vLLM. A last step in which the text ends counts whole."""
+    """1 + accepted drafts per step, as in vLLM. A last step in which the text ends counts as whole."""
     accepted = _per_step(records, lambda record: record.accepted)
     return None if accepted is None else 1 + accepted
 
@@ -203,7 +203,7 @@ def block_efficiency(records: Sequence[Record]) -> float | None:
 
 
 def nodes_per_step(records: Sequence[Record]) -> float | None:
-    """Nodes that a pass of the target scores for one text: the drafted ones and the root."""
+    """How many nodes a pass of the target scores for one text: the drafted nodes and the root."""
     drafted = _per_step(records, lambda record: record.drafted)
     return None if drafted is None else 1 + drafted
 
@@ -217,7 +217,8 @@ def draft_passes_per_step(records: Sequence[Record]) -> float | None:
 
 
 def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
-    """In our engine a pass serves all texts of a group, so a group has the passes and steps of its longest text.
+    """Passes per step. In our engine a pass serves all texts of a group, so a group has the passes and steps of its
+    longest text.
 
     A peer that reports passes writes the texts of a group one after another.
     """
@@ -233,8 +234,8 @@ def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | 
 
 def memory_bound_speed_up(records: Sequence[Record]) -> float | None:
     """MBSU, the speed-up if time were bytes read: block efficiency / (target cost + draft cost · draft passes per
-    step). The target cost is that of a pass over a tree in passes over one token: 1, unless a mixture of experts reads
-    more of them for more nodes."""
+    step). The target cost is the cost of a pass over a tree in passes over one token: 1, unless a mixture of experts
+    reads more experts for more nodes."""
     efficiency, passes = block_efficiency(records), draft_passes_per_step(records)
     cost = next((record.draft_cost for record in records if record.draft_cost is not None), None)
     if efficiency is None or passes is None or (passes and cost is None):
@@ -245,14 +246,14 @@ def memory_bound_speed_up(records: Sequence[Record]) -> float | None:
 
 
 def acceptance_by_prob(records: Sequence[Record]) -> tuple[float | None, ...]:
-    """Of the first draws below accepted nodes with a draft probability in each of the equal bins from 0 to 1, the
-    share that was accepted; None of no draws."""
+    """For each of the equal bins of draft probability from 0 to 1, the share of the first draws below accepted nodes
+    that was accepted; None for a bin without draws."""
     tried, accepted = (sum_per_depth(records, name) for name in ("tried_by_prob", "accepted_by_prob"))
     return tuple(_over(taken, reached) for taken, reached in zip(accepted, tried, strict=True))
 
 
 def acceptance_per_depth(records: Sequence[Record]) -> tuple[float, ...]:
-    """Of the steps whose tree reached a depth, the share that accepted a node at it; index d - 1 is depth d."""
+    """For each depth, the share of the steps with a node there that accepted one; index d - 1 is depth d."""
     drafted, accepted = (sum_per_depth(records, name) for name in ("drafted_per_depth", "accepted_per_depth"))
     pairs = takewhile(lambda pair: pair[0], zip_longest(drafted, accepted, fillvalue=0))
     return tuple(taken / reached for reached, taken in pairs)
@@ -282,11 +283,11 @@ class Equality:
     compared: int
     equal: int
     differences: tuple[tuple[Key, Difference], ...]
-    """the first difference of each of the others"""
+    """the first difference of each answer that is not the baseline's"""
 
     @property
     def max_gap(self) -> float | None:
-        """The widest gap between the target's logits at a first difference; near 0 for a near-tie."""
+        """The widest gap between the target's logits at a first difference; near 0 if all differences are near-ties."""
         return max((found.gap for _, found in self.differences if found.gap is not None), default=None)
 
 
@@ -299,7 +300,7 @@ def equality(records: Sequence[Record]) -> Equality | None:
 
 
 def accuracy(records: Sequence[Record]) -> float | None:
-    """The share of right answers among those that could be checked; of programs pass@1."""
+    """The share of right answers among those that could be checked; for programs this is pass@1."""
     checked = [record.correct for record in records if record.correct is not None]
     return _over(sum(checked), len(checked))
 
@@ -311,13 +312,13 @@ def followed_share(records: Sequence[Record]) -> float | None:
 
 
 def guessed_share(records: Sequence[Record]) -> float | None:
-    """The share of answers that are given without a thought before them."""
+    """The share of answers that are given without any reasoning before them."""
     known = [record.guessed for record in records if record.guessed is not None]
     return _over(sum(known), len(known))
 
 
 def cut_share(records: Sequence[Record]) -> float | None:
-    """Of the answers that could be checked, the share that the limit of tokens ended: they had no time to be right."""
+    """The share of the checkable answers that the limit of tokens cut off, so that they had no time to be right."""
     checked = [record for record in records if record.correct is not None]
     return _over(sum(record.finish_reason == "length" for record in checked), len(checked))
 

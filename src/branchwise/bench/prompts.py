@@ -11,7 +11,7 @@
 The first four are JSON lines; all may be compressed with gzip. The first line decides the form, and every other line
 must have it. A line of plain text is one prompt, so a prompt of several lines needs one of the other forms.
 
-Spec-Bench holds the 80 dialogues of MT-bench as eight categories of ten. They keep their names: there is no category
+Spec-Bench holds the 80 dialogues of MT-bench as eight categories of ten. They keep their names: no category is called
 "mt-bench" here, and a mean over the thirteen categories weighs MT-bench more than the six tasks of the paper do.
 
 The data sets are not part of Branchwise; they are read in place and never copied.
@@ -48,7 +48,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "humaneval": ("humaneval.jsonl", "HumanEval.jsonl"),
     "gsm8k": ("gsm8k.jsonl", "gsm8k/test.jsonl"),
 }
-"""sets that are known by name, and their possible file names; each may end in .gz"""
+"""sets that have a name, and their possible file names; each may end in .gz"""
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,21 @@ class Item:
     """One prompt of a benchmark: a text to continue, or the user's side of a dialogue."""
 
     id: str
-    """unique within a set"""
+    """the id of the item, unique within a set"""
     suite: str
     category: str
     turns: tuple[str, ...]
-    """the user's messages; the model's own answers stand between them"""
+    """the user's messages; the model's own answers come between them"""
     raw: bool = False
-    """one text to continue as it is, without the chat template"""
+    """whether the only turn is a text to continue as it is, without the chat template"""
     ids: tuple[int, ...] = ()
-    """in the place of its only turn: the tokens themselves, where their number must be exact"""
+    """the tokens of the only turn, used in its place if their number must be exact"""
     check: Callable[[str], bool] | None = None
-    """whether an answer to the last turn is right; None if the item has no checker"""
+    """says whether an answer to the last turn is right; None if the item has no checker"""
     manner: Callable[[str], Manner] | None = None
-    """how an answer is given, where a style asks for a form"""
+    """says how an answer is given; None if no style asks for a form"""
     program: Program | None = None
-    """a checker that executes the answer, which is done only if asked for; see `executing`"""
+    """a checker that executes the answer, which is done only if asked for (see `executing`)"""
 
 
 def read_data(name: str) -> list[dict[str, Any]]:
@@ -79,14 +79,14 @@ def read_data(name: str) -> list[dict[str, Any]]:
 
 
 OWN = read_data("own.jsonl")
-"""the prompts that come with Branchwise: free writing has little to repeat, editing has much"""
+"""the prompts that come with Branchwise; answers to free writing repeat little, those to editing much"""
 FREE, EDITING = (
     tuple(line["prompt"] for line in OWN if line["category"] == category) for category in ("free writing", "editing")
 )
 
 
 def own_items(limit: int | None = None) -> list[Item]:
-    """At most `limit` of each of the two categories."""
+    """Our own prompts, at most `limit` of each of the two categories."""
     return [
         Item(f"own/{category.replace(' ', '-')}-{number}", "own", category, (prompt,))
         for category, prompts in (("free writing", FREE), ("editing", EDITING))
@@ -101,9 +101,9 @@ def load_items(
     limit: int | None = None,
     categories: Sequence[str] = (),
 ) -> list[Item]:
-    """The items of sets known by name, then of files; of each category of a set only the first `limit`.
+    """The items of the sets with these names, then those of files; only the first `limit` of each category of a set.
 
-    `categories` are those to keep; all by default.
+    `categories` are the categories to keep; all by default.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be at least 1, not {limit}.")
@@ -133,12 +133,12 @@ def load_items(
 
 
 def executing(items: Sequence[Item]) -> list[Item]:
-    """The items with programs among the checkers: their answers will be executed, in a sandbox."""
+    """The items with their programs added to their checkers: their answers will be executed, in a sandbox."""
     return [replace(item, check=item.check or item.program) for item in items]
 
 
 def find_suite(name: str, folder: Path | None = None) -> Path:
-    """The file of a set that is known by name, in `folder` or in the folder that BRANCHWISE_DATA names."""
+    """The file of a set that has a name, in `folder` or in the folder that BRANCHWISE_DATA names."""
     check_known("set of prompts", name, SUITES, ", stylebench")
     named = os.environ.get(FOLDER_VARIABLE)
     folders = [place for place in (folder, Path(named).expanduser() if named else None) if place]
@@ -149,7 +149,7 @@ def find_suite(name: str, folder: Path | None = None) -> Path:
         )
     for place, file, end in itertools.product(folders, SUITES[name], ("", ".gz")):
         path = place / f"{file}{end}"
-        if os.path.isfile(path):  # unlike Path.is_file this never raises for a folder without permission
+        if os.path.isfile(path):  # unlike Path.is_file, this never raises for a folder without permission
             return path
     raise UsageError(
         f"The set {name!r} was not found: none of {', '.join(SUITES[name])}, with or without .gz, lies in "
@@ -158,7 +158,7 @@ def find_suite(name: str, folder: Path | None = None) -> Path:
 
 
 def _items_of(path: Path, suite: str) -> list[Item]:
-    """The items of a set that was found by its file name; the file may turn out to hold something else."""
+    """The items of a set that was found by its file name; the file may hold another set after all."""
     items = read_items(path)
     if suite == "mt-bench" and items[0].suite == "spec-bench":
         talks = [item for item in items if item.category in MT_BENCH]
@@ -170,7 +170,7 @@ def _items_of(path: Path, suite: str) -> list[Item]:
 
 def read_items(path: Path) -> list[Item]:
     """The items of a prompt file, in the order of its lines."""
-    # Not splitlines: a line separator of Unicode inside a JSON string ends no line.
+    # Not splitlines: a line separator of Unicode inside a JSON string does not end a line.
     lines = [(number, line) for number, line in enumerate(text_of(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"The prompt file {path} is empty; a prompt is a line of text or of JSON.")
@@ -189,7 +189,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file that may be compressed; what cannot be read is refused with a sentence."""
+    """The text of a file that may be compressed; a file that cannot be read is refused with a sentence."""
     try:
         raw = path.read_bytes()
     except IsADirectoryError:
@@ -244,7 +244,7 @@ class _Line:
         return tuple(self._checked(value, field) for value in values)
 
     def name(self, field: str) -> str:
-        """A text or a whole number, to make an id from."""
+        """A text or a whole number, from which an id is made."""
         value = self.take(field)
         return str(value) if type(value) is int else self._checked(value, field)
 
@@ -289,7 +289,7 @@ def _function(entry: _Line) -> Item:
 
 
 def _word_problem(entry: _Line) -> Item:
-    """Problems of GSM8K have no ids; the line number is stable and finds them in the file."""
+    """A problem of GSM8K. These have no ids, so the line number is used, which is stable and easy to find."""
     _, marker, after = entry.text("answer").rpartition("####")
     value = number_in(after) if marker else None
     if value is None:

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from branchwise.errors import UsageError
 
 VERSION = 1
-"""of the schema; other versions are refused"""
+"""the version of the schema; other versions are refused"""
 
 PLAIN, METHOD, PEER = "plain", "method", "peer"
 
@@ -41,62 +41,62 @@ class Difference:
     place: int
     """index of the first token that differs"""
     token: int | None
-    """the token at that place; None if the answer ended"""
+    """the token at that place; None if the answer ends there"""
     expected: int | None
-    """the baseline's token at that place"""
+    """the baseline's token at that place; None if the baseline ends there"""
     gap: float | None
-    """between the target's logits of the two tokens; None if one of the two texts ended"""
+    """the difference between the target's logits of the two tokens; None if one of the two texts ends there"""
 
 
 @dataclass(frozen=True)
 class Record:
     contestant: str
-    """the name given on the command line: `plain`, a method, a peer"""
+    """the name as given on the command line: `plain`, a method or a peer"""
     kind: str
     suite: str
     category: str
     item: str
-    """id of the prompt, unique within a run"""
+    """the id of the prompt, unique within a run"""
     turn: int
     round: int
     group: str
-    """shared by the requests of one batch in one round for one contestant"""
+    """the requests of one batch, in one round, for one contestant, share this name"""
     state: str
     """cold: the drafter was new for the item; warm: it had learned from the items before"""
 
     prompt_tokens: int
     prompt_hash: str
-    """of the prompt's ids, which in a dialogue include the contestant's earlier answers"""
+    """a hash of the prompt's ids, which in a dialogue include the contestant's earlier answers"""
     tokens: int
-    """emitted, counted by ids"""
+    """the number of emitted tokens"""
     ids: tuple[int, ...]
     ids_hash: str
     text: str
     finish_reason: str
     seconds: float
-    """wall clock of the whole group, prefill included"""
+    """seconds of wall clock of the whole group, prefill included"""
     counted_by: str = "ids"
-    """ids; for a server that reports none: usage (its own count) or retokenised"""
+    """how `tokens` was counted: ids, or for a server that reports none usage (its own count) or retokenised"""
 
-    # Known for our own engine, and for peers that report it.
+    # Known for our own engine, and for peers that report them
     steps: int | None = None
     drafted: int | None = None
-    """nodes below the roots"""
+    """how many nodes were drafted below the roots"""
     accepted: int | None = None
     drafted_per_depth: tuple[int, ...] = ()
     accepted_per_depth: tuple[int, ...] = ()
     tried_by_prob: tuple[int, ...] = ()
-    """by draft probability, in equal bins from 0 to 1: first draws below accepted nodes"""
+    """how many first draws below accepted nodes had a draft probability in each of the equal bins from 0 to 1"""
     accepted_by_prob: tuple[int, ...] = ()
-    """those of them that were accepted"""
+    """how many of these were accepted"""
     by_source: dict[str, int] = field(default_factory=dict)
     """emitted tokens by drafter; `target` are the target's own"""
     target_passes: int | None = None
-    """passes that scored trees; prefill is not counted, except by peers whose first pass is both"""
+    """how many passes scored trees; prefill is not counted, except for peers whose first pass is both"""
     draft_passes: int | None = None
-    """passes of a draft model; 0 if the drafter has none"""
+    """how many passes a draft model ran; 0 if the drafter has none"""
     draft_cost: float | None = None
-    """bytes of the draft model over those of the target"""
+    """bytes of the draft model, divided by those of the target"""
     target_cost: float | None = None
     """bytes that a pass over its trees reads over those of a pass over one token: above 1 for a mixture of experts"""
     phases: dict[str, float] = field(default_factory=dict)
@@ -106,11 +106,11 @@ class Record:
     """whether the ids are the baseline's; None if not compared: the baseline itself, or free sampling"""
     difference: Difference | None = None
     correct: bool | None = None
-    """whether the answer is right, if the item has a checker"""
+    """whether the answer is right; None if the item has no checker"""
     followed: bool | None = None
-    """whether the answer has the form that was asked for, if the item asks for one"""
+    """whether the answer has the form that was asked for; None if the item asks for none"""
     guessed: bool | None = None
-    """whether it is given without a thought before it"""
+    """whether the answer is given without any reasoning before it"""
 
     run: dict[str, Any] = field(default_factory=dict)
     """provenance; see provenance.py"""
@@ -126,7 +126,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An answer compared with the baseline's: a separate line, since either of the two may be written first."""
+    """An answer compared with the baseline's. It is a separate line, since either of the two may be written first."""
 
     key: Key
     equal: bool
@@ -203,7 +203,7 @@ class Ledger:
     """A file of records that grows by whole lines and is written by one process at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Open or continue a file; an incomplete last line is dropped."""
+        """Open a new file, or continue an existing one; an incomplete last line is dropped."""
         self.path = path
         self._new = not path.exists()
         try:
@@ -221,7 +221,7 @@ class Ledger:
             raise
 
     def _whole_lines(self) -> list[Record]:
-        """The records of the file. Only an incomplete line of a ledger is cut off, never the text of another file."""
+        """The records of the file. Only an incomplete last line of a ledger is cut off, never text of another file."""
         self._file.seek(0)
         text = self._file.read()
         keep = text.rfind(b"\n") + 1
@@ -253,7 +253,7 @@ class Ledger:
         self._records[found.key] = compared(self._records[found.key], found)
 
     def _write(self, line: str) -> None:
-        """Write a whole line and wait until it is on the disk."""
+        """Write a whole line, and return after it is on the disk."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -38,7 +38,7 @@ class Table:
     titles: Sequence[str]
     lines: Sequence[Sequence[str]]
     words: Collection[str] = LEFT
-    """titles of columns that are not numbers"""
+    """titles of the columns that are not numbers"""
     breaks: Collection[int] = ()
     """lines above which a rule is drawn"""
 
@@ -46,8 +46,8 @@ class Table:
 def write_report(
     records: Sequence[Record], out: Path, costs: Sequence[Mapping[str, Any]] | None = None, more: Sequence[Figure] = ()
 ) -> Path:
-    """Write the page and its figures into a folder; returns the path of the page. `costs` are times of passes, `more`
-    figures of other records."""
+    """Write the page and its figures into a folder, and return the path of the page. `costs` are times of passes,
+    `more` are figures of other records."""
     if not records:
         raise UsageError("There are no records to report on; run `branchwise bench` first.")
     for name in ("dtype", "device"):
@@ -55,7 +55,7 @@ def write_report(
         if len(values) > 1:
             raise UsageError(f"The records are of more than one {name} ({', '.join(values)}); make a report for each.")
     rows = summary.summarise_models(records)
-    # Some figures are about the contestants of one model.
+    # Some figures compare the contestants of one model.
     found = [*figures(records if len(summary.models(records)) == 1 else [], rows, costs), *more]
     found.append(acceptance_by_prob(rows))
     drawn = [figure for figure in found if isinstance(figure, Figure)]
@@ -80,7 +80,7 @@ def write_report(
 
 
 def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str, Any]:
-    """What the template shows, but for the figures."""
+    """The values that the template shows, without the figures."""
     overall = summary.in_order(rows, per_category=False)
     ratios = [(row.contestant, row.speed_up) for row in overall if row.speed_up]
     ratios.sort(key=lambda pair: -pair[1].value)
@@ -108,8 +108,8 @@ def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str,
 
 
 def _mixed(records: Sequence[Record]) -> list[str]:
-    """What makes the times of these runs incomparable."""
-    several = len(summary.models(records)) > 1  # each is compared with itself
+    """The reasons why the times of these runs cannot be compared."""
+    several = len(summary.models(records)) > 1  # each model is compared with itself
     mixed = [name for name in ALIKE if len(_values(records, name)) > 1 and not (several and name == "model")]
     asked = [record.run.get("arguments") or {} for record in records]
     names = dict.fromkeys(name for arguments in asked for name in arguments if name not in MAY_DIFFER)
@@ -123,7 +123,7 @@ def _rows_table(rows: Sequence[Row], label: str) -> Table:
 
 
 OF_STYLES = ("accuracy", "format", "guessed", "cut", "length", "tokens/s", "speed-up", "acceptance")
-"""columns of the table of styles by model"""
+"""the columns of the table of styles by model"""
 
 
 def _styles(records: Sequence[Record]) -> Table | None:
@@ -139,7 +139,7 @@ def _styles(records: Sequence[Record]) -> Table | None:
 
 
 def _equality(rows: Sequence[Row]) -> dict[str, Any]:
-    """How many answers are the baseline's, and the widest gaps at which others part from it."""
+    """How many answers equal the baseline's, and the widest gaps at which others differ from it."""
     compared = [(row.contestant, row.equality) for row in rows if row.equality is not None]
     counts = [[name, str(found.compared), str(found.equal), shown(found.max_gap, ".3g")] for name, found in compared]
     apart = [pair for _, found in compared for pair in found.differences]
@@ -158,7 +158,7 @@ def _equality(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def commands_of(records: Iterable[Record]) -> list[str]:
-    """The commands that measured the records; from their arguments where they do not hold a command."""
+    """The commands that measured the records; rebuilt from their arguments if the records hold no command."""
     runs = [record.run for record in records]
     return list(dict.fromkeys(filter(None, (str(run.get("command") or _rebuilt(run)) for run in runs))))
 
@@ -176,7 +176,7 @@ def _rebuilt(run: Mapping[str, Any]) -> str:
 
 
 def _values(records: Iterable[Record], name: str) -> list[str]:
-    """The different values that records have for a part of their provenance, as text."""
+    """The different values of a part of the records' provenance, as text."""
     values = (record.run.get(name) for record in records)
     return list(dict.fromkeys(_text(value) for value in values if value is not None))
 

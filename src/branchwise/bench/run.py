@@ -1,7 +1,7 @@
 """The contest: every contestant on every item, in turn, one record at a time.
 
-If interleaved, all contestants write one item before the next one begins, and the first of them changes from item to
-item, so that a machine that gets slower, or a first call that pays for later ones, affects all alike.
+If interleaved, all contestants write one item before the next item begins, and their order rotates from item to item,
+so that a machine that gets slower, or a first call that is slow for the others' benefit, affects all alike.
 
 Answers are compared with the baseline's. In float32 greedy answers must be equal, and sampled ones too under `match`
 with the same seeds. In lower precision a pass over a tree rounds differently from a pass over one token; the gap
@@ -44,7 +44,7 @@ class Rules:
     top_k: int = 0
     seed: int = 0
     full_length: bool = False
-    """forbid the end of text, so that all answers have one length"""
+    """whether the end of text is forbidden, so that all answers have one length"""
     batch: int = 1
     rounds: int = 1
     order: str = "interleaved"
@@ -59,12 +59,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Play:
-    """One contestant on the items of one group, in one round."""
+    """A contestant's turn on the items of one group, in one round."""
 
     contestant: Contestant
     round: int
     number: int
-    """of the group"""
+    """the number of the group"""
     items: tuple[Item, ...]
 
     @property
@@ -102,7 +102,7 @@ class Contest:
     rules: Rules
     ledger: Ledger
     run: dict[str, Any]
-    """provenance of every record"""
+    """the provenance that goes into every record"""
     progress: Progress = silent
 
     def __post_init__(self) -> None:
@@ -128,7 +128,8 @@ class Contest:
         return all(self.ledger.get(key) for key in play.keys)
 
     def _warm_up(self) -> None:
-        """Untimed first calls, which choose kernels and fill caches, with the shapes and options of the contest."""
+        """Let all contestants write untimed, with the shapes and options of the contest, to choose kernels and fill
+        caches."""
         items = self.items[: self.rules.batch]
         prompts = [first_prompt(item, self.llm) for item in items]
         asked = self._asked(items, 0, 0)
@@ -139,13 +140,13 @@ class Contest:
             contestant.warm_up(prompts, asked)
 
     def _play(self, play: Play) -> None:
-        """A group of dialogues, turn by turn; each continues with this contestant's own answers."""
+        """Write the dialogues of a group, turn by turn; each continues with this contestant's own answers."""
         if self.rules.state == "cold":
             play.contestant.forget()
         for turn in range(max(map(turns_of, play.items))):
             items = [item for item in play.items if turn < turns_of(item)]
             keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
-            # A drafter that learns must see the earlier turns again, even if they are recorded already.
+            # A drafter that learns must see earlier turns again, even if their records exist.
             if play.contestant.learns or not all(map(self.ledger.get, keys)):
                 prompts = [self._prompt(item, key) for item, key in zip(items, keys, strict=True)]
                 answers = play.contestant.write(prompts, self._asked(items, turn, play.round))
@@ -155,7 +156,7 @@ class Contest:
 
     def _prompt(self, item: Item, key: Key) -> list[int]:
         """The token ids that an answer follows: the dialogue so far, with the contestant's own answers."""
-        if key.turn == 0:  # a model without a chat template takes one text, and no conversation
+        if key.turn == 0:  # without a chat template, a model takes one text and no conversation
             return first_prompt(item, self.llm)
         said = []
         for turn in range(key.turn):
@@ -209,8 +210,8 @@ class Contest:
     def _compare(self) -> None:
         """Compare the answers that must equal the baseline's, were not compared yet, and have a baseline by now.
 
-        Greedy answers of all contestants; sampled ones only of contestants that share the baseline's random numbers.
-        Answers in dialogues whose earlier turns differ have other prompts and are not compared.
+        These are greedy answers of all contestants, and sampled answers of contestants that share the baseline's random
+        numbers. Answers in dialogues whose earlier turns differ have other prompts and are not compared.
         """
         names = {rival.name for rival in self.contestants if rival.comparable or self.rules.temperature == 0}
         records = self.ledger.records
@@ -230,7 +231,8 @@ class Contest:
 
 
 def first_difference(ids: Sequence[int], expected: Sequence[int], prompt: Sequence[int], llm: LLM) -> Difference:
-    """Where two answers part, and how close the two logits are there: the smaller, the likelier it is rounding."""
+    """The place where two answers first differ, and the gap of the logits there: a small one is likely to be
+    rounding."""
     pairs = enumerate(zip_longest(ids, expected))
     place, token, wanted = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
     gap = None
@@ -243,13 +245,13 @@ def first_difference(ids: Sequence[int], expected: Sequence[int], prompt: Sequen
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Sixteen hexadecimal digits of the prompts: files of the same name may hold other prompts later."""
+    """Sixteen hexadecimal digits of a hash of the prompts, because a file may hold other prompts later."""
     asked = [(item.id, item.category, item.turns, item.raw, *([item.ids] if item.ids else [])) for item in items]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def fitting(items: Sequence[Item], llm: LLM, max_new_tokens: int) -> list[Item]:
-    """The items that fit into the context; dialogues only if the model has a chat template."""
+    """The items that fit into the context. Dialogues are left out if the model has no chat template."""
 
     def length(item: Item) -> int:
         if item.ids:
@@ -270,11 +272,11 @@ def first_prompt(item: Item, llm: LLM) -> list[int]:
 
 
 SAME = ("model", "dtype", "device", "machine", "threads", "seed", "source", "arguments", "questions", "versions")
-"""what all records of one file share"""
+"""fields that all records of one file share"""
 
 
 def check_same_run(ledger: Ledger, run: dict[str, Any]) -> None:
-    """Refuse to mix records of different code, machines or prompts in one file."""
+    """Refuse to put records of different code, machines or prompts into one file."""
     for record in ledger.records[:1]:
         for name in SAME:
             before, now = record.run.get(name), run.get(name)

@@ -7,8 +7,8 @@
     sot     sketch of thought: shorthand, one kind per task      \\boxed{…}
     cod     chain of draft: at most five words a step            #### …
 
-The wording of every prompt is our own. Tasks are read from files that a user has (`tasks.py`). Where there is none, a
-task whose name ends in "-like" stands in: it is a SUBSTITUTE, and results on it are not results on the set it is named
+The wording of every prompt is our own. Tasks are read from files that the user has (`tasks.py`). Without a file, a task
+whose name ends in "-like" stands in: it is a SUBSTITUTE, and results on it are not results on the set it is named
 after:
 
     gsm8k-like          word problems from templates
@@ -41,21 +41,21 @@ from branchwise.registry import check_known
 
 STYLES = ("cot", "tot", "aot", "sot", "cod")
 STAND_INS = {"gsm8k": "gsm8k-like", "aime": "aime-like", "commonsenseqa": "commonsense-like", "logiqa": "logic-like"}
-"""tasks, and what is asked where there is no file of them"""
+"""tasks, and what is asked if the user has no file of them"""
 TASKS = (
     "gsm8k", "gsm8k-like", "aime", "aime-like", "game24", "commonsenseqa", "commonsense-like", "logiqa", "logic-like",
 )  # fmt: skip
 MOST_PROBLEMS = 500
-"""per task, as in the paper; every template can make as many different ones"""
+"""the most problems per task, as in the paper; every template can make this many different ones"""
 SHOWN = {(1, 2, 3, 4), (2, 5, 7, 8), (2, 6, 7, 12), (2, 9, 10, 12), (3, 3, 3, 8), (3, 5, 7, 9), (4, 4, 6, 8)}
-"""hands that the worked examples solve; they are never asked"""
+"""numbers of the worked examples, which are never asked"""
 
 
 def style_items(
     styles: Sequence[str], problems_per_task: int, seed: int = 0, files: Mapping[str, Path] | None = None
 ) -> list[Item]:
     """The same problems in every style, as items of the category "<style>/<task>"; a seed determines all of them.
-    `files` are those of tasks; others have stand-ins."""
+    `files` are files of tasks; other tasks have stand-ins."""
     if not styles:
         raise UsageError(f"There is no style to ask in; choose from {', '.join(STYLES)}.")
     for style in styles:
@@ -116,7 +116,7 @@ _SHOTS = {(line["style"], line["kind"]): line["text"] for line in read_data("exa
 
 
 def prompt(style: str, problem: Problem) -> str:
-    """A problem as a style asks it."""
+    """A problem in the words of a style."""
     kind = _KINDS.get(problem.task, "number")
     how = _SHORTHAND[kind] if style == "sot" else _HOW[style]
     end = _END.get(style, _PLAIN_END).format(wanted=_WANTED[kind])
@@ -131,11 +131,11 @@ def ending(style: str, problem: Problem) -> Ending:
 
 
 def problems(task: str, count: int, seed: int = 0, file: Path | None = None) -> list[Problem]:
-    """Different problems of a task; a larger count only adds problems. Tasks that have stand-ins need a file."""
+    """`count` different problems of a task; a larger count only adds some. A task with a stand-in needs a file."""
     if not 1 <= count <= MOST_PROBLEMS:
         raise UsageError(f"The problems of a task must be from 1 to {MOST_PROBLEMS}, not {count}.")
     check_known("task", task, TASKS)
-    random = Random(f"{seed}/{task}")  # a text, so that tasks do not share their draws
+    random = Random(f"{seed}/{task}")  # seeded by a text, so that tasks do not share their draws
     if file is not None:
         return _of_file(task, file, count, random)
     if task in STAND_INS:
@@ -191,8 +191,8 @@ def _competition(random: Random) -> Problem:
 
 
 def _calculated(template: Mapping[str, str], values: Mapping[str, object]) -> tuple[str, int]:
-    """The question with its expressions in braces filled in, and the answer. Templates are part of the package, so
-    that evaluating them runs no foreign code."""
+    """The question with the expressions in its braces evaluated, and the answer. Templates are part of the package, so
+    evaluating them runs no foreign code."""
     functions = {"comb": math.comb, "gcd": math.gcd, "lcm": math.lcm, "pow": pow, "term": _term}
     known = {"__builtins__": {}, **functions, **values}
     question = re.sub(r"\{(.+?)\}", lambda found: str(eval(found[1], known)), template["question"])
@@ -213,7 +213,8 @@ def _games(count: int, random: Random) -> list[Problem]:
 
 
 def _solution(numbers: tuple[int, ...]) -> str | None:
-    """An expression of the numbers that is 24: a search for its last operation, whose sides have cached values."""
+    """An expression of the numbers that is 24, or None. The last operation is searched; the values of its sides are
+    cached."""
     for chosen, others in _splits(numbers):
         known = _reachable(others)
         for x, left in _reachable(chosen).items():
@@ -226,7 +227,7 @@ def _solution(numbers: tuple[int, ...]) -> str | None:
 
 @cache
 def _reachable(numbers: tuple[int, ...]) -> dict[Fraction, str]:
-    """Every value of an expression of all the numbers, with one such expression."""
+    """Every value that an expression of all the numbers can have, with one such expression."""
     if len(numbers) == 1:
         return {Fraction(numbers[0]): str(numbers[0])}
     found: dict[Fraction, str] = {}
@@ -284,7 +285,7 @@ def _order(random: Random) -> Problem:
 _SAYINGS = ("All {} are {}.", "No {} are {}.", "Some {} are {}.", "Some {} are not {}.")
 _CLASSES = ("blims", "dorps", "fendles", "gracks", "jintos", "kivets", "mabers", "norvs", "plims", "quorls")
 Saying = tuple[int, int, int]
-"""which of the four sayings, and of which two of three classes"""
+"""which of the four sayings, and about which two of three classes"""
 
 
 def _syllogism(random: Random) -> Problem:
@@ -299,11 +300,11 @@ def _syllogism(random: Random) -> Problem:
 
 @cache
 def _syllogisms() -> list[tuple[list[Saying], list[Saying], list[Saying]]]:
-    """Pairs of premises, what follows from them about the outer classes, and what does not.
+    """Pairs of premises, the sayings about the outer classes that follow from them, and those that do not.
 
-    Found by enumerating worlds: a world says for each of the eight combinations of three classes whether it occurs.
-    What follows does so even if a class is empty; what does not fails even if no class is, so that no reading of "all"
-    makes two options right.
+    Found by enumerating worlds: a world says for each of the eight combinations of three classes whether it occurs. A
+    saying that follows does so even if a class is empty. A saying that does not follow fails even if no class is empty.
+    So no reading of "all" makes two options right.
     """
     worlds = [[mixture for mixture in range(8) if world >> mixture & 1] for world in range(256)]
     full = [world for world in worlds if all(any(mixture >> x & 1 for mixture in world) for x in range(3))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ALL = "all"
-"""the category of a row over all categories"""
+"""the name of all categories together"""
 ABSENT = "–"
 STYLEBENCH = "stylebench"
 """the suite whose categories are styles and tasks"""
@@ -25,7 +25,7 @@ MOST_DEPTHS = 8
 
 @dataclass(frozen=True)
 class Row:
-    """All numbers of one contestant in one category, or in all. None is what its records do not say."""
+    """All numbers of one contestant in one category, or in all. A number is None if the records do not hold it."""
 
     contestant: str
     kind: str
@@ -38,7 +38,7 @@ class Row:
     seconds: float
     tokens_per_second: float | None
     speed_up: Ratio | None
-    """None for the baseline"""
+    """the speed-up; None for the baseline"""
     mean_acceptance_length: float | None
     block_efficiency: float | None
     memory_bound_speed_up: float | None
@@ -63,11 +63,11 @@ OF_OWN_RECORDS = (
     "draft_passes_per_step", "acceptance_per_depth", "acceptance_by_prob", "tokens_by_source", "equality", "accuracy",
     "cut_share", "followed_share", "guessed_share", "output_length", "repeat_rate",
 )  # fmt: skip
-"""the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
+"""the numbers of a row that follow from the contestant's own records alone, with their functions in `metrics`"""
 
 
 def by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The records of each contestant, the baseline first, the others as they came."""
+    """The records of each contestant, the baseline first, the others in the order of the records."""
     found: dict[str, list[Record]] = {}
     for record in records:
         found.setdefault(record.contestant, []).append(record)
@@ -79,7 +79,7 @@ def categories(records: Iterable[Record]) -> list[str]:
 
 
 def summarise(records: Sequence[Record]) -> list[Row]:
-    """For each contestant a row over all categories, then one for each."""
+    """For each contestant a row over all categories, then a row for each category."""
     baseline = [record for record in records if record.kind == PLAIN]
     rows = []
     for own in by_contestant(records).values():
@@ -101,7 +101,8 @@ def models(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def summarise_models(records: Sequence[Record]) -> list[Row]:
-    """The same where records are of several models: each against its own plain decoding, and named with its model."""
+    """Rows for records of several models: each model is compared with its own plain decoding, and named with each
+    contestant."""
     found = models(records)
     if len(found) < 2:
         return summarise(records)
@@ -113,7 +114,7 @@ def summarise_models(records: Sequence[Record]) -> list[Row]:
 
 
 def by_style(records: Iterable[Record]) -> list[Record]:
-    """Records of styles over all tasks: the category "cot/gsm8k" becomes "cot". Others are left out."""
+    """Records of styles with all tasks together: the category "cot/gsm8k" becomes "cot". Other records are left out."""
     return [
         dataclasses.replace(record, category=record.category.partition("/")[0])
         for record in records
@@ -140,7 +141,7 @@ def _row(category: str, own: list[Record], baseline: list[Record], among: Sequen
 
 
 def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows as plain values for `json.dumps`; what is absent is null."""
+    """Rows as plain values for `json.dumps`; missing values are null."""
     plain = []
     for row in rows:
         values = dataclasses.asdict(row)
@@ -159,7 +160,7 @@ def shown(value: float | None, pattern: str = ".2f") -> str:
 
 
 def shown_ratio(ratio: Ratio | None) -> str:
-    """`1.88 [1.31, 2.40]`."""
+    """A ratio with its interval, such as `1.88 [1.31, 2.40]`."""
     if ratio is None:
         return ABSENT
     interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
@@ -167,7 +168,7 @@ def shown_ratio(ratio: Ratio | None) -> str:
 
 
 def _shown_depths(shares: Sequence[float]) -> str:
-    """`86 78 71`: acceptance at depth 1, 2, … in percent; what lies beyond `MOST_DEPTHS` is in the JSON."""
+    """Acceptance at depth 1, 2, … in percent, such as `86 78 71`; depths beyond `MOST_DEPTHS` are in the JSON only."""
     return " ".join(f"{100 * share:.0f}" for share in shares[:MOST_DEPTHS]) or ABSENT
 
 
@@ -191,14 +192,14 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "length": lambda row: shown(row.output_length, ".1f"),
 }
 LEFT = ("contestant", "category", "by depth")
-"""columns of words and lists; the others are numbers"""
+"""columns of words and lists; the others hold numbers"""
 DRAFTED = ("drafts/step", "MBSU", "by depth")
 """columns that are about draft models"""
 EXPENDABLE = (
     "cut", "guessed", "format", "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step",
     "accuracy", "acceptance",
 )  # fmt: skip
-"""columns that a narrow terminal omits, in this order"""
+"""columns that a narrow terminal leaves out, in this order"""
 
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -206,7 +207,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     full = {title: [show(row) for row in rows] for title, show in COLUMNS.items()}
     kept = {title: texts for title, texts in full.items() if set(texts) != {ABSENT}}
     if not any(row.draft_passes_per_step for row in rows):
-        for title in DRAFTED:  # no draft model runs
+        for title in DRAFTED:  # no contestant runs a draft model
             kept.pop(title, None)
     if {row.category for row in rows} == {ALL}:
         kept.pop("category")
@@ -221,7 +222,7 @@ def in_order(rows: Sequence[Row], per_category: bool) -> list[Row]:
 
 
 def table(rows: Sequence[Row], per_category: bool = False, width: int = 120) -> Table:
-    """A table of at most this many characters: numbers are never cut, the least important columns go first."""
+    """A table of at most `width` characters. Numbers are never cut; the least important columns are left out first."""
     from rich.table import Table
     from rich.text import Text
 

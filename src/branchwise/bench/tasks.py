@@ -1,4 +1,4 @@
-"""The five tasks of StyleBench in the formats in which their sets are published, read from files that a user has.
+"""The five tasks of StyleBench, in the formats in which their sets are published, read from the user's files.
 
     task             files in --data                     a problem
     gsm8k            gsm8k.jsonl                         {"question", "answer": "… #### 18"}
@@ -63,7 +63,7 @@ def game_problem(hand: Sequence[int], gold: str = "") -> Problem:
 
 
 def find_tasks(folder: Path | None) -> dict[str, Path]:
-    """The tasks that there are files of, in `folder` or in the folder that BRANCHWISE_DATA names."""
+    """The tasks for which files exist, in `folder` or in the folder that BRANCHWISE_DATA names."""
     named = os.environ.get(FOLDER_VARIABLE)
     folders = [place for place in (folder, Path(named).expanduser() if named else None) if place]
     found: dict[str, Path] = {}
@@ -75,7 +75,7 @@ def find_tasks(folder: Path | None) -> dict[str, Path]:
 
 
 def read_problems(task: str, path: Path) -> list[Problem]:
-    """The problems of a file, in its order; those of game24 are told without a solution, and have no gold."""
+    """The problems of a file, in its order. Those of game24 come without a solution and have an empty `gold`."""
     if task == "gsm8k":
         items = read_items(path)
         if items[0].suite != "gsm8k":
@@ -114,7 +114,7 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _said(fields: Mapping[str, Any], *names: str) -> Any:
-    """The first of these fields that there is."""
+    """The value of the first of these fields that exists."""
     return fields[next((name for name in names if name in fields), names[0])]
 
 
@@ -136,9 +136,9 @@ def _game(fields: Mapping[str, Any]) -> Problem:
 def _commonsense(fields: Mapping[str, Any]) -> Problem:
     choices: Any = fields.get("choices")
     question = fields["question"]
-    if isinstance(question, dict):  # as the authors publish it
+    if isinstance(question, dict):  # the format of the authors
         question, choices = question["stem"], question["choices"]
-    if isinstance(choices, dict):  # as the hub has it
+    if isinstance(choices, dict):  # the format of the hub
         choices = [
             {"label": label, "text": text} for label, text in zip(choices["label"], choices["text"], strict=True)
         ]
@@ -156,12 +156,12 @@ def _logic(fields: Mapping[str, Any]) -> Problem:
 
 
 def _unlettered(option: str) -> str:
-    """Without its own letter: "A. so" -> "so"."""
+    """The text of an option without its letter: "A. so" -> "so"."""
     return option[2:].strip() if option[:1] in "ABCD" and option[1:2] in (".", ")") else option.strip()
 
 
 def _blocks(path: Path) -> list[Problem]:
-    """Problems of seven lines, as LogiQA was first published: letter, context, question and four options."""
+    """Problems of seven lines each, as LogiQA was first published: letter, context, question and four options."""
     lines = [line.strip() for line in text_of(path).split("\n") if line.strip()]
     found = []
     for start in range(0, len(lines), 7):

@@ -1,6 +1,6 @@
-"""The command line: the names of the commands, and where each of them lives.
+"""The command line: the names of the commands, and the file of each.
 
-A command is imported when it is chosen. Listing the commands imports none of them, so that help is instant.
+A command is imported when it is run. Listing the commands imports none of them, so that help is instant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from branchwise.cli.console import errors_in_one_sentence
 from branchwise.errors import UsageError
 
 PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
-"""settings of every parser: help as plain text, because importing rich takes longer than everything else in help"""
+"""settings of every parser: help is plain text, because importing rich takes longer than all the rest of help"""
 
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
@@ -47,7 +47,7 @@ def group(help: str) -> typer.Typer:
 
 
 class LazyGroup(TyperGroup):
-    """Holds the name and the help line of every command; the chosen command is imported when it is run."""
+    """Holds the name and the help line of every command; a command is imported when it is run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -60,7 +60,7 @@ class LazyGroup(TyperGroup):
 
 
 def imported(name: str) -> Any:
-    """The command of this name as the parser needs it."""
+    """The command of this name, in the form that the parser needs."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     part = getattr(import_module(f"branchwise.cli.{module}"), attribute)
     if isinstance(part, typer.Typer):
@@ -102,7 +102,7 @@ def _run_plugin(file: Path) -> None:
         raise UsageError(f"There is no plugin {file}.")
     try:
         runpy.run_path(str(file), run_name="plugin")
-    except Exception as error:  # anything that the user's own code raises
+    except Exception as error:  # the user's own code may raise anything
         raise UsageError(f"The plugin {file} failed: {type(error).__name__}: {error}.") from error
 
 

@@ -38,12 +38,12 @@ PROMPTS = (
     "Monday, Tuesday, Wednesday,",
     "My favourite colour is",
 )
-"""default prompts: after some of them the model is nearly certain of the next token, after others it is not"""
+"""default prompts: after some of them the model is nearly certain of the next token, after others it is uncertain"""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of tokens to sample, and what their tests must be able to say."""
+    """The blocks of tokens to sample, and the distance that their tests must be able to detect."""
 
     prompts: PromptFile = None
     limit: Annotated[int | None, Option(help="Use only the first prompts.", show_default="all")] = None
@@ -55,7 +55,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Asking:
-    """How servers are asked."""
+    """The options of asking servers."""
 
     model: Annotated[str | None, Option(help="Name of the model on the server.", show_default="the first")] = None
     reference_model: Annotated[str | None, Option(help="Its name on the reference.", show_default="the first")] = None
@@ -67,7 +67,7 @@ class Asking:
 
 
 FLOAT32 = Loading(dtype="float32")
-"""the precision that promises equal texts"""
+"""float32, the dtype for which equal texts are promised"""
 SAMPLED = Sampling(temperature=1.0)
 
 
@@ -210,7 +210,7 @@ def model(
     at_least(1, batch=batch)
     wanted = drafting.choose()
     rules = [wanted.verify] if drafting.method else split_names(wanted.verify)
-    for rule in rules:  # refuse a wrong pairing before a model is loaded
+    for rule in rules:  # refuses a wrong pairing before a model is loaded
         audited = replace(wanted, verify=rule)
         audited.build()
         audited.warn_if_lossy()

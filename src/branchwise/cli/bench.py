@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STYLEBENCH = "stylebench"
 SHORT_ANSWER, LONG_ANSWER = 128, 512
-"""tokens: enough to measure a speed, and enough for most solutions to come to their end"""
+"""tokens of an answer: enough to measure a speed, and enough for most solutions to be complete"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Questions:
         list[str] | None, Option(help="spec-bench, mt-bench, humaneval, gsm8k in --data, stylebench; may be repeated.")
     ] = None
     data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None
-    category: Annotated[list[str] | None, Option(help="Only this; may be repeated.", show_default="all")] = None
+    category: Annotated[list[str] | None, Option(help="Only this category; may be repeated.", show_default="all")] = (
+        None
+    )
     limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None
     problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10
     documents: Annotated[
@@ -68,7 +70,7 @@ class Questions:
         return found
 
     def long_items(self, llm: LLM, answer: int) -> list[Item]:
-        """Pieces of documents, which only a tokenizer can measure."""
+        """Pieces of documents, whose lengths only a tokenizer can measure."""
         from branchwise.bench.documents import long_items
 
         return long_items(self.documents or [], self.lengths, answer, self.limit, llm.tokenizer)
@@ -100,7 +102,7 @@ class Questions:
         return items
 
     def as_dict(self) -> dict[str, Any]:
-        """What records say about them."""
+        """The description of the prompts that goes into records."""
         return {
             "prompts": [path.name for path in self.prompts or []],
             "suite": self.suite or [],
@@ -191,7 +193,7 @@ def bench(
         raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
     chosen = find_methods(specs, draft_model, index, head)
     for method in chosen:
-        method.build()  # a pair that does not fit is refused before a model is loaded
+        method.build()  # refuses a pair that does not fit before a model is loaded
     entered = list(dict.fromkeys([PLAIN, *chosen]))
     if len({method.name for method in entered}) < len(chosen) + (PLAIN not in chosen):
         raise UsageError("A method is named twice in --methods.")
@@ -264,7 +266,7 @@ def bench(
 
 
 def checked(items: list[Item]) -> list[Item]:
-    """Items whose programs will be executed, after a word about what this machine cannot keep them from."""
+    """Items whose programs will be executed, after a warning about the dangers that this machine does not rule out."""
     from branchwise.bench.execution.sandbox import missing
     from branchwise.bench.prompts import executing
 
@@ -308,7 +310,7 @@ def report(
 
 
 def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
-    """Answers in float32 of lossless methods that differ from plain decoding."""
+    """Float32 answers of lossless methods that differ from plain decoding."""
     from branchwise.bench.records import METHOD
 
     exact = (record for record in records if record.kind == METHOD and record.run.get("dtype") == "float32")

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk without room for what a command writes
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the errors of a disk without room
 SLOW_BFLOAT16 = "mkldnn_matmul failed"
-"""what torch begins to say, with a stack of C++ frames, of a CPU without products in bfloat16"""
+"""the beginning of a warning of torch, with a stack of C++ frames, about a CPU without bfloat16 products"""
 
 
 @contextlib.contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
-    """Print a mistake of the user, or a warning of ours, as one sentence; exit with code 2, or 130 after Ctrl-C."""
+    """Print a mistake of the user, or a warning of ours, as one sentence. The exit code is 2, or 130 after Ctrl-C."""
     show = warnings.showwarning
 
     def show_without_code(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -69,7 +69,7 @@ def console(width: int = 160) -> Console:
 
 
 def bare_table(*columns: str, left: Collection[str] = ()) -> Table:
-    """A table without lines; all columns stand on the right, as numbers do, but for those on the `left`."""
+    """A table without lines. All columns are aligned right, as numbers are, except those on the `left`."""
     from rich.table import Column, Table
 
     made = (Column(name, justify="left" if name in left else "right", no_wrap=True) for name in columns)
@@ -79,7 +79,7 @@ def bare_table(*columns: str, left: Collection[str] = ()) -> Table:
 def write_answer(
     shown: Console, llm: LLM, prompt: Any, options: Options, show_draft: bool, printed: list[Piece] | None = None
 ) -> Completion:
-    """Print the answer step by step; `printed` collects the printed pieces, also if Ctrl-C ends the answer."""
+    """Print the answer step by step; `printed` collects the printed pieces, even if Ctrl-C ends the answer."""
     for chunk in llm.stream(prompt, **options):
         show_pieces(shown, chunk.pieces, show_draft)
         if printed is not None:
@@ -101,8 +101,8 @@ def show_pieces(shown: Console, pieces: list[Piece], show_draft: bool) -> None:
 
 
 def summarise(llm: LLM, completion: Completion, show_draft: bool) -> None:
-    """Print a line of numbers on standard error if a person reads it, and one more where speculation did not pay or
-    the drafter stood aside."""
+    """Print a line of numbers on standard error if a person reads it. A second line says if speculation did not pay, or
+    the guard let the drafter rest."""
     refuse_incomplete(completion)
     if not sys.stderr.isatty():
         return

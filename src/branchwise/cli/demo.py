@@ -39,12 +39,12 @@ ROUNDS = 3
 SECONDS = 40
 """no round begins later than this, so that the demo also ends soon on a slow machine"""
 QUICKER = 0.9
-"""the time of a pass over a draft, in plain ones, below which something else must have slowed these down"""
+"""the least time of a pass over a draft, in plain passes; below it, other work must have slowed the plain passes"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The answers to one prompt, a pair for every round, each with a new drafter: one that learns would remember."""
+    """The answers to one prompt, two for every round, each with a new drafter, since drafters remember."""
 
     name: str
     prompt: str
@@ -53,12 +53,12 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """In plain decoding's."""
+        """The speed of the method as a multiple of plain decoding's."""
         return _speed(self.drafted) / _speed(self.plain)
 
     @property
     def tokens(self) -> float:
-        """Per pass, in plain decoding's."""
+        """Tokens per pass as a multiple of plain decoding's."""
         return _per_pass(self.drafted) / _per_pass(self.plain)
 
 
@@ -87,7 +87,7 @@ def demo(
     from branchwise.methods import choose_method
 
     if method is not None:
-        choose_method(method).build()  # refuse what cannot draft before a model is loaded
+        choose_method(method).build()  # refuses a method that cannot draft before a model is loaded
     llm = loading.load(draft="none", max_batch=1)
     with_head = shipped_head(llm.engine.target.info) is not None
     chosen = choose_method(method or ("default" if with_head else "ngram"))
@@ -106,7 +106,7 @@ def demo(
             for trial in trials:
                 progress(f"measuring again: {trial.name}", rounds - 1, ROUNDS - 1)
                 trial.plain.append(llm.generate(trial.prompt, max_new_tokens=max_new_tokens))
-                guarded = llm.with_method(chosen, guard=True)  # as in `generate`
+                guarded = llm.with_method(chosen, guard=True)  # the default of `generate`
                 trial.drafted.append(guarded.generate(trial.prompt, max_new_tokens=max_new_tokens))
             rounds += 1
     _print_table(shown, trials, f"{precision}, median of {rounds} rounds" if rounds > 1 else f"{precision}, one round")
@@ -130,7 +130,7 @@ def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_
 
 
 def _comparison(llm: LLM, prompt: str, plain: Completion, drafted: Completion) -> str:
-    """Whether two answers are equal: promised in float32; in other types rounding may decide near-ties otherwise."""
+    """Whether two answers are equal. Promised in float32; in other types rounding may decide near-ties."""
     import torch
 
     from branchwise.bench.run import first_difference
@@ -161,7 +161,7 @@ def _print_table(shown: Console, trials: list[Trial], title: str) -> None:
 
 
 def _gain(trial: Trial) -> str:
-    """Where the speed of a trial comes from: tokens per pass, against the time of a pass."""
+    """A sentence about where the speed of a trial comes from: tokens per pass, and the time of a pass."""
     stats = trial.drafted[0].stats
     return (
         f"{trial.name}: {stats.accepted_tokens} of {stats.emitted_tokens} tokens were drafted and accepted. "
@@ -171,7 +171,7 @@ def _gain(trial: Trial) -> str:
 
 
 def _conclusion(trials: list[Trial], who_drafts: str) -> str:
-    """What is to be learned from it, if anything is."""
+    """The lesson of the trials, if they have one."""
     if any(trial.tokens / trial.speed < QUICKER for trial in trials):
         return DISTURBED
     return f"{GAINED} {who_drafts}" if any(trial.speed > 1 for trial in trials) else LOST

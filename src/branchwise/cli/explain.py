@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from branchwise.engine.explain import Explanation
 
 WARMING = "Hello."
-"""another prompt than that which is explained: drafters learn from what they see"""
+"""a prompt for warming up, different from the explained prompt, because drafters learn from what they see"""
 
 
 @grouped
@@ -51,7 +51,7 @@ def explain(
     llm = loading.load(method=drafting.choose(), max_batch=1, guard=guard)
     alone = llm.with_drafter("none")
     warm_up(alone.engine)
-    for one in (llm, alone):  # what only the first text of a process pays is neither's
+    for one in (llm, alone):  # costs of the first text of a process belong to neither
         one.generate(WARMING, max_new_tokens=8)
     drafted = llm.generate(text, **options)
     options["seed"] = drafted.seed
@@ -68,7 +68,7 @@ def explain(
 
 
 def _draw(found: Explanation, file: Path) -> None:
-    """Left: where the time went. Right: what steps with so many nodes cost and give, in plain steps and tokens."""
+    """Draw the report. Left: where the time went. Right: time, in plain steps, and tokens of steps by drafted nodes."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.2), width_ratios=(3, 2))
     spent = {name: 1e3 * seconds for name, seconds in found.seconds.items() if seconds}
     left.barh(list(spent), list(spent.values()), color=LIGHT.colours[0])

@@ -1,4 +1,4 @@
-"""What the audits print: tables of tests, differences, and the finding with its evidence."""
+"""The output of audits: tables of tests, differences, and the finding with its evidence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def print_audits(kind: str, audits: Sequence[ModelAudit | ServerAudit], titles: Sequence[str], as_json: bool) -> int:
-    """The worst exit code: 1 if a difference is proven, else 3 if a test could not decide, else 0."""
+    """Print audits; returns the worst exit code: 1 if a difference is proven, else 3 if a test is undecided, else 0."""
     from branchwise.audit.model import ModelAudit
 
     worst = min((audit.finding for audit in audits), key=lambda finding: (1, 3, 0).index(finding.exit_code))
@@ -45,7 +45,8 @@ def print_json(kind: str, finding: str, results: list[dict[str, Any]]) -> None:
 
 
 def print_exact(shown: Console, broken: list[str], evidence: str) -> None:
-    """The finding of an audit that enumerates: `broken` names what is not exact, `evidence` says what was proven."""
+    """Print the finding of an audit that enumerates: `broken` names what is not exact, `evidence` says what was
+    proven."""
     shown.print()
     if broken:
         shown.print("NOT LOSSLESS", style="bold red")
@@ -56,7 +57,7 @@ def print_exact(shown: Console, broken: list[str], evidence: str) -> None:
 
 
 def print_methods(audits: Sequence[MethodAudited], as_json: bool) -> int:
-    """The exit code: 1 if a method changes the distribution that is not called lossy, else 0."""
+    """Print audited methods; returns 1 if a method changes the distribution without being called lossy, else 0."""
     from branchwise.audit.instances import SIMILARITIES
     from branchwise.audit.methods import SEEDS, VOCABULARY
 

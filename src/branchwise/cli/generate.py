@@ -116,7 +116,7 @@ def checked_options(sampling: Sampling, **given: Any) -> Options:
 
 
 def _saving_state(llm: LLM) -> contextlib.ExitStack:
-    """Saves what the drafter learned if --state names a file, also after an error or Ctrl-C."""
+    """A context that saves what the drafter learned if --state names a file, even after an error or Ctrl-C."""
     leaving = contextlib.ExitStack()
     if llm.state is not None:
         leaving.callback(llm.save_state)
@@ -147,7 +147,7 @@ def read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
         raise UsageError('There is no prompt; try: branchwise generate "Write a haiku about rivers."')
     else:
         text = sys.stdin.read()
-    text = text if raw else text.removesuffix("\n")  # the newline that ends a file is no part of a message
+    text = text if raw else text.removesuffix("\n")  # the newline that ends a file is not part of the message
     if not text.strip():
         raise UsageError("The prompt is empty; there is nothing to continue.")
     return _checked_text(text)

@@ -1,4 +1,4 @@
-"""`branchwise train head` and `export`: from a model to the file of a head, and from there to another engine."""
+"""`branchwise train head` and `export`: from a model to the file of a head, and from that file to another engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from branchwise.progress import showing
 from branchwise.registry import check_known
 
 TOO_LONG = 1.0
-"""hours of writing texts of which a user is told before"""
+"""the hours of writing texts from which on the user is warned first"""
 Scored = Mapping[str, Any]
-"""seconds, steps, loss, and hits by depth on held-out texts"""
+"""an entry of the learning curve: seconds, steps, loss, and hits by depth on held-out texts"""
 
 
 @grouped
@@ -173,7 +173,7 @@ def _line(scored: Scored) -> str:
 
 
 def _chain(scored: Scored) -> float:
-    """Tokens a pass that a chain as deep as the hits would give."""
+    """Tokens a pass of a chain with one level for each hit rate."""
     from branchwise.train.head.learn import Score
 
     return Score(scored["hits"]).tokens

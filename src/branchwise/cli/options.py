@@ -1,4 +1,4 @@
-"""Options that several commands share, so that they mean and read the same in every command.
+"""Options that several commands share, so that they have the same meaning and text in every command.
 
 A command that loads, drafts or samples takes the whole group of options as one parameter: `@grouped` makes the fields
 of every parameter that is a dataclass options of the command.
@@ -36,7 +36,10 @@ TrainedHead = Annotated[
 ]
 State = Annotated[str | None, Option(metavar="FILE", help="What the drafter learned: read first, saved at the end.")]
 MaxNewTokens = Annotated[int, Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
-Seed = Annotated[int | None, Option(help="A seed writes the same text with any drafter.", show_default="random")]
+Seed = Annotated[
+    int | None,
+    Option(help="Under the rule match, a seed writes the same text with any drafter.", show_default="random"),
+]
 ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
 PromptFile = Annotated[
     Path | None, Option(help='Lines, or JSON lines ("prompt", "turns"), or .gz.', show_default="prompts of Branchwise")
@@ -67,7 +70,7 @@ class Loading:
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, methods: Sequence[Method] = (), /, **settings: Any) -> LLM:
-        """The model, with room for the trees of these methods, which will run on it."""
+        """The loaded model, with room for the trees of these methods, which will run on it."""
         from branchwise.backends.base import nodes_for
         from branchwise.engine.warmup import leave_to_itself
         from branchwise.llm import load
@@ -86,7 +89,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Target(Loading):
-    """The model that something is made for."""
+    """The target that something is made for."""
 
     model: Annotated[
         str, Option("--target", "--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
@@ -95,7 +98,7 @@ class Target(Loading):
 
 @dataclass(frozen=True)
 class Drafting:
-    """The method."""
+    """The method that drafts."""
 
     method: Annotated[
         str | None, Option(help="By name, or as draft/tree/verify; see `branchwise methods`.", show_default="default")
@@ -122,7 +125,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Constraining:
-    """What an answer must look like."""
+    """The form that an answer must have."""
 
     json_schema: Annotated[Path | None, Option(metavar="FILE", help="Answer in JSON of the schema in this file.")] = (
         None
@@ -131,7 +134,7 @@ class Constraining:
     grammar: Annotated[Path | None, Option(metavar="FILE", help="Answer by the Lark rules in this file.")] = None
 
     def read(self) -> dict[str, Any]:
-        """Options for `LLM.generate`."""
+        """The options of `LLM.generate` for this form."""
         schema, rules = (None if file is None else read_text(file) for file in (self.json_schema, self.grammar))
         found = {"json_schema": schema, "regex": self.regex, "grammar": rules}
         given = {name: text for name, text in found.items() if text is not None}
@@ -153,7 +156,7 @@ def read_text(file: Path) -> str:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of dataclass parameters, whose defaults are those of its options."""
+    """The command with an option, and its default, for each field of its dataclass parameters."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -179,7 +182,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 # Checks before anything is loaded
 def at_least(least: int, **options: int | None) -> None:
-    """Refuse options that are smaller."""
+    """Refuse options with values below `least`."""
     for name, value in options.items():
         if value is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
@@ -193,7 +196,7 @@ def drafter_spec(draft: str | None, draft_model: str | None) -> str:
 
 
 def check_out(out: Path, read: Callable[[Path], object], kind: str) -> None:
-    """Refuse a file that cannot be written, or that holds something else than `read` accepts."""
+    """Refuse a file that cannot be written, or an existing file that `read` does not accept."""
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"The {kind} cannot be written to {out}; name a file in a folder that exists and is writable.")

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from branchwise.bench.prompts import Item
 
 CATEGORIES = ("writing", "coding", "reasoning", "translation", "summarization", "qa", "math_reasoning", "rag")
-"""of Spec-Bench: both kinds of dialogue, and every task of its paper"""
+"""categories of Spec-Bench: both kinds of dialogue, and every task of its paper"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The sizes of a run."""
 
     prompts: int
-    """of all categories together; fewer than 8 would decide nothing"""
+    """prompts of all categories together; with fewer than 8 nothing would be decided"""
     tokens: int
     alone: int
-    """prompts of races at most"""
+    """the most prompts of a race"""
 
 
 TITLES = ("claim", "comparison", "ratio", "paper", "verdict")
@@ -57,7 +57,7 @@ def reproduce(
     data: Annotated[
         Path | None, Option(help="Folder with Spec-Bench; else prompts of Branchwise.", show_default="$BRANCHWISE_DATA")
     ] = None,
-    prompts: Annotated[list[Path] | None, Option(help="Prompt files in its place; may be repeated.")] = None,
+    prompts: Annotated[list[Path] | None, Option(help="Prompt files in place of Spec-Bench; may be repeated.")] = None,
     limit: Annotated[int | None, Option(help="Prompts of each category.", show_default="40 in all, quick 8")] = None,
     max_new_tokens: Annotated[
         int | None, Option("--max-new-tokens", "-n", help="Tokens of a text at most.", show_default="64, quick 24")
@@ -66,7 +66,8 @@ def reproduce(
         int | None, Option(help="Prompts that are timed one by one, at most; 0: no speeds.", show_default="40, quick 8")
     ] = None,
     minutes: Annotated[
-        float | None, Option(help="Begin no further row after so many; the same command goes on.", show_default="none")
+        float | None,
+        Option(help="Begin no row after this many minutes; the same command goes on.", show_default="none"),
     ] = None,
     context: Annotated[int, Option(help="Tokens of prompt and text at most.")] = 2048,
     figures: Annotated[bool, Option(help="Also measure what only the figures need; a quick run does not.")] = True,
@@ -132,8 +133,8 @@ def reproduce(
 
 
 def _items(data: Path | None, files: list[Path], limit: int | None, most: int) -> list[Item]:
-    """The prompts: of files, of Spec-Bench, or our own where there is no such set; without a `limit` about as many of
-    each category as make `most`."""
+    """The prompts: of files, of Spec-Bench, or our own if no such set is found. Without a `limit`, each category gives
+    about as many prompts as are needed for `most` in all."""
     import os
 
     from branchwise.bench.prompts import FOLDER_VARIABLE, load_items, own_items
@@ -171,7 +172,7 @@ def _measuring(
     commit: str | None,
     out: Path,
 ) -> Measuring:
-    """A loaded model with a file of rows for it."""
+    """A run on a loaded model, with its file of rows."""
     from dataclasses import replace
 
     from branchwise.bench.claims.judging import FEWEST
@@ -209,7 +210,7 @@ def _measuring(
 
 
 def _show(rows: Rows, names: list[str], failed: Collection[str]) -> None:
-    """The verdicts as a table, and below it what was not measured, and why."""
+    """Print the verdicts as a table, and below it the claims that were not measured, with the reasons."""
     from branchwise.bench.claims.judging import VERDICTS, disturbed, judge
     from branchwise.bench.claims.table import chosen
     from branchwise.bench.summary import ABSENT, shown_ratio

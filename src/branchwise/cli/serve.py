@@ -131,13 +131,13 @@ def serve(
     llm = server.runner.llm
     if llm is not None and llm.state is not None and ended:
         llm.save_state()
-    if not ended:  # the engine's thread is loading or stuck: waiting for it would keep the process for ever
+    if not ended:  # the engine's thread is loading or stuck; do not wait for it
         sys.stderr.flush()
         os._exit(0)
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys of a file, one a line, and the one of the environment. A file without any would open the server."""
+    """The keys of a file, one a line, and the key of the environment. A file without keys would open the server."""
     keys = [os.environ.get(KEY, "").strip()]
     if file is not None:
         try:

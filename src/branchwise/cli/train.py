@@ -1,4 +1,4 @@
-"""`branchwise train`, `calibrate` and `tree`: what helps drafters, learned from texts that the target writes."""
+"""`branchwise train`, `calibrate` and `tree`: networks, counts and shapes for drafters, from texts of the target."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ for command in (data, head, student, nested, prune_experts, merge, export):
 BATCH = 4
 """texts that are written together"""
 LEVELS = 4
-"""depth of the drafts that are timed"""
+"""the depth of the drafts that are timed"""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What the target writes to learn from."""
+    """The texts that the target writes to learn from."""
 
     prompts: Annotated[
         list[Path] | None, Option(help="As for `branchwise bench`; repeatable.", show_default="prompts of Branchwise")
@@ -54,7 +54,7 @@ class Texts:
         return {"temperature": self.temperature, "seed": self.seed}
 
     def items(self) -> list[Item]:
-        """Where to begin; wrong values are refused."""
+        """The prompts to begin with; wrong values are refused."""
         from branchwise.bench.prompts import load_items, own_items
         from branchwise.core.sampling import SamplingParams
 
@@ -133,7 +133,7 @@ def stop(
 
 
 def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:
-    """Refuse a drafter without distributions to draw from; `lookup`: those that are looked up will do."""
+    """Refuse a drafter without distributions to draw from; with `lookup`, lookup drafters are accepted."""
     from branchwise.draft import DRAFTERS
     from branchwise.draft.lookup.base import LookupDrafter
     from branchwise.draft.tree_drafter import TreeDrafter
@@ -263,7 +263,7 @@ def optimise(
     most = llm.engine.most.nodes - 1
     if max(nodes, width) > most:
         raise UsageError(f"A tree has at most {most} nodes below the root; ask for fewer nodes or a smaller width.")
-    # Two levels where they fit: after an accepted token a draft is more often right than at the root.
+    # Two levels if they fit, because a draft is right more often after an accepted token than at the root.
     drafter = build_drafter(source, f"rsd-c:{width},{width}" if width + width**2 <= most else f"rsd-c:{width}")
     prompts = [llm.encode(item.turns[0], raw=item.raw) for item in items]
     with showing() as progress:
@@ -285,7 +285,7 @@ def optimise(
 
 
 def _timed(llm: LLM, source: str, prompts: Sequence[Sequence[int]], shapes: Shapes, progress: Progress) -> Size:
-    """The size with the least time per token, from passes that are timed on this machine."""
+    """The size with the least time per token, from passes timed on this machine."""
     from branchwise.tune import measure, measure_drafter
     from branchwise.tune.passes import SIZES
     from branchwise.tune.sequoia import best_size

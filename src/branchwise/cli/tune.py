@@ -1,4 +1,4 @@
-"""`branchwise tune`: what a pass over n nodes costs on this machine, as a table, one JSON object or a picture."""
+"""`branchwise tune`: what a pass over n nodes costs on this machine, as a table, as one JSON object or as a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BAR = 30
 
 PROMPTS = (EDITING[0], EDITING[2], FREE[0])
-"""prompts that drafters are timed on: two whose answers repeat them, and one of free writing"""
+"""the prompts that drafters are timed on: two whose answers repeat them, and one of free writing"""
 
 
 @grouped
@@ -62,7 +62,7 @@ def tune(
     from branchwise.tune import measure, measure_drafter
 
     timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model, index, head)]
-    for found in timed:  # refuse an unknown name, and warn of a lossy method, before a model is loaded
+    for found in timed:  # refuses an unknown name, and warns of a lossy method, before a model is loaded
         found.build()
         found.warn_if_lossy()
     llm = loading.load(draft="none", max_batch=batch)

@@ -1,8 +1,8 @@
 """The grammar of one request, followed along every path of a tree.
 
-There is one matcher. It is moved from path to path by taking tokens back and reading others, both of which cost next to
-nothing; what may follow a path is computed once and kept, so siblings share all of the work above them. What is kept
-begins at the text as it was written so far: nothing of the text is ever read twice.
+One matcher serves all paths. It moves from path to path by taking tokens back and reading others, both of which cost
+next to nothing. The tokens that may follow a path are computed once and kept, so siblings share all work above them.
+The kept part begins at the end of the text as written, so no token of the text is ever read twice.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_PLACES = 4096
-"""that are kept; more come together only where nobody says what was written"""
+"""the most places that are kept; more come together only if no caller says what was written"""
 DRAWN = re.compile(r"\s*\d+ \| ")
 """a line of rules with its number"""
 LEFT = "The text left its grammar: the sampling parameters forbid every token that the grammar allows."
 
 
 class Place:
-    """Where a path has led. One that the grammar does not reach, or that lies behind the end, allows anything: nothing
-    is ever written there, and its row must be some distribution."""
+    """The place in the grammar to which a path leads. A place that the grammar does not reach, or that lies after the
+    end, allows every token: no token is ever written there, but its row must be some distribution."""
 
     __slots__ = ("_bits", "_constraint", "_forced", "above", "below", "error", "free", "token")
 
@@ -38,16 +38,16 @@ class Place:
         self.above, self.token = above, token
         self.below: dict[int, Place] = {}
         self.free = free
-        """whether anything may follow, because it is outside the grammar"""
+        """whether every token may follow, because the place is outside the grammar"""
         self.error = ""
-        """why the matcher could not go on here; the text can only end"""
+        """why the matcher could not go on here; if set, the text can only end"""
         self._constraint = constraint
         self._bits: bytes | None = None
         self._forced: int | None = None
 
     @property
     def bits(self) -> bytes:
-        """What may follow: bit i of these bytes is token i."""
+        """The tokens that may follow: bit i of these bytes is token i."""
         if self._bits is None:
             self._bits = self._constraint.look(self)
             several = int.from_bytes(self._bits, "little")
@@ -59,7 +59,7 @@ class Place:
 
     @property
     def forced(self) -> int | None:
-        """The token that must follow, if there is only one; of several that would end the text the first."""
+        """The token that must follow, if only one may; of several that would end the text, the first."""
         return None if self.free or not self.bits else self._forced
 
     def allows(self, token: int) -> bool:
@@ -69,7 +69,7 @@ class Place:
         return byte < len(self.bits) and bool(self.bits[byte] >> (token & 7) & 1)
 
     def after(self, token: int) -> Place:
-        """The place behind one more token."""
+        """The place after one more token."""
         if self.free:
             return self
         if token not in self.below:
@@ -79,7 +79,7 @@ class Place:
         return self.below[token]
 
     def mask(self, vocabulary: int) -> Tensor | None:
-        """(vocabulary,) bool on the host: what may follow; None for anything."""
+        """(vocabulary,) bool on the host: the tokens that may follow; None if all may."""
         if self.free:
             return None
         bits = np.unpackbits(np.frombuffer(self.bits, dtype=np.uint8), bitorder="little", count=vocabulary)
@@ -87,31 +87,31 @@ class Place:
 
 
 class Constraint:
-    """A processor (`SamplingParams.processors`) for one request, whose prompt has so many tokens."""
+    """A processor (`SamplingParams.processors`) for one request, whose prompt has `prompt_length` tokens."""
 
     def __init__(self, matcher: LLMatcher, ends: tuple[int, ...], prompt_length: int) -> None:
-        """`matcher` is at its beginning, and `ends` are the tokens that end a text."""
+        """`matcher` stands at its beginning, and `ends` are the tokens that end a text."""
         self.ends = ends
         self.prompt_length = prompt_length
         self.error: str | None = None
         """why the text as it is written cannot go on"""
         self.places = 0
-        """that were met since the text moved on"""
+        """how many places were met since the text last moved on"""
         self.here = Place(self, None, -1)
-        """behind the text that was written so far"""
+        """the place after the text as written"""
         self._start = matcher
         self._matcher = matcher.deep_copy()
         self._written: list[int] = []
         """the output up to `here`"""
         self._path: list[int] = []
-        """the tokens that the matcher has read behind `here`"""
+        """the tokens that the matcher has read after `here`"""
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         allowed = self.find(tokens).mask(logits.shape[-1])
         return logits if allowed is None else logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
 
     def find(self, tokens: Sequence[int]) -> Place:
-        """The place behind these tokens, the prompt included."""
+        """The place after these tokens, the prompt included."""
         further = self._further(tokens)
         place = self.here
         for token in further:
@@ -119,7 +119,7 @@ class Constraint:
         return place
 
     def settle(self, tokens: Sequence[int]) -> None:
-        """These tokens are written: places that lie on other paths are forgotten."""
+        """Note that these tokens are written, and forget places on other paths."""
         further = self._further(tokens)
         place, read = self.here, list[int]()
         for token in further:
@@ -139,7 +139,7 @@ class Constraint:
         self.here, self.places, place.above = place, 0, None
 
     def look(self, place: Place) -> bytes:
-        """The tokens that may follow a place, as bits; if the matcher cannot tell, those that end the text."""
+        """The tokens that may follow a place, as bits; if the matcher cannot tell, the tokens that end the text."""
         path, at = list[int](), place
         while at.above is not None:
             path.append(at.token)
@@ -157,9 +157,9 @@ class Constraint:
         return bits == self._end_bits
 
     def _further(self, tokens: Sequence[int]) -> Sequence[int]:
-        """What comes behind `here` in these tokens."""
+        """The part of these tokens that comes after `here`."""
         output, written = tokens[self.prompt_length :], self._written
-        if list(output[: len(written)]) != written:  # a step was taken back
+        if list(output[: len(written)]) != written:  # the engine took a step back
             kept = _shared(output, written)
             self._matcher.rollback(len(self._path) + len(written) - kept)
             self._written, self._path, self.here = written[:kept], [], Place(self, None, -1)
@@ -169,7 +169,7 @@ class Constraint:
         return output[len(self._written) :]
 
     def _read(self, path: list[int]) -> None:
-        """Bring the matcher behind these tokens, which follow what is written."""
+        """Move the matcher after these tokens, which follow the written text."""
         shared = _shared(self._path, path)
         self._matcher.rollback(len(self._path) - shared)
         self._matcher.consume_tokens(path[shared:])
@@ -182,13 +182,13 @@ class Constraint:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two paths share from their beginning."""
+    """How many tokens two paths share from their beginning on."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def explained(message: str) -> str:
-    """What llguidance says, on one line and without the drawing below it."""
+    """A message of llguidance on one line, without the drawing below it."""
     told = [line.strip() for line in message.strip().splitlines() if line.strip(" ^|") and not DRAWN.match(line)]
     return " ".join(told)[:300].rstrip(".: ")
 

@@ -1,8 +1,8 @@
 """Grammars for the tokens of a model, compiled by llguidance (https://github.com/guidance-ai/llguidance).
 
-JSON is written as Python's `json.dumps` writes it, with one space behind colons and commas and none elsewhere: a model
-that may choose its white space can write it for ever. A schema that wants it otherwise says so in `x-guidance`, as
-{"x-guidance": {"whitespace_flexible": true}}.
+JSON is written as Python's `json.dumps` writes it, with one space after colons and commas and none elsewhere, because a
+model that may choose its white space can write it for ever. A schema that wants it otherwise says so in `x-guidance`,
+as {"x-guidance": {"whitespace_flexible": true}}.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MOST_GRAMMARS = 64
-"""that a model keeps compiled"""
+"""how many compiled grammars are kept for a model"""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a grammar may be. What is beyond is refused before it takes time or memory."""
+    """How large a grammar may be. A larger one is refused before it takes time or memory."""
 
     characters: int = 200_000
-    """of a schema, a regular expression or a grammar as it is given"""
+    """characters of a schema, a regular expression or a grammar, as given"""
     symbols: int = 100_000
-    """of its rules"""
+    """symbols of its rules"""
     fuel: int = 1_000_000
     """steps of compiling its regular expressions; 50,000 take a millisecond"""
 
@@ -45,21 +45,21 @@ class Grammar:
     """What a text may be, in the tokens of a model."""
 
     matcher: LLMatcher
-    """at its beginning; requests have copies"""
+    """a matcher at its beginning; every request gets a copy"""
     ends: tuple[int, ...]
     """the tokens that end a text"""
 
     def constrain(self, prompt_length: int) -> Constraint:
-        """The constraint of one request, whose prompt has so many tokens."""
+        """The constraint of one request, whose prompt has `prompt_length` tokens."""
         return Constraint(self.matcher, self.ends, prompt_length)
 
     def applied_to(self, sampling: SamplingParams, prompt_length: int) -> SamplingParams:
-        """The sampling parameters of one request that follows this grammar: every request needs its own."""
+        """The sampling parameters of one request that follows this grammar. Every request needs its own."""
         return replace(sampling, processors=(*sampling.processors, self.constrain(prompt_length)))
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps what it compiled last."""
+    """Compiles grammars for one tokenizer, and keeps the latest ones."""
 
     def __init__(self, tokenizer: LLTokenizer, limits: Limits | None = None) -> None:
         """`tokenizer` knows which tokens end a text."""
@@ -74,8 +74,8 @@ class GrammarCompiler:
         regex: str | None = None,
         grammar: str | None = None,
     ) -> Grammar:
-        """The grammar of a JSON schema, of a regular expression that the whole text matches, or of rules in the dialect
-        of Lark that llguidance reads; of exactly one of these."""
+        """The grammar of exactly one of: a JSON schema, a regular expression that the whole text must match, or rules
+        in the dialect of Lark that llguidance reads."""
         kind, text = _stated(json_schema, regex, grammar)
         if len(text) > self.limits.characters:
             raise UsageError(
@@ -100,7 +100,8 @@ class GrammarCompiler:
 def check_grammar(
     *, json_schema: Mapping[str, Any] | str | None = None, regex: str | None = None, grammar: str | None = None
 ) -> None:
-    """Refuse what no model could follow, before one is loaded; of what a `GrammarCompiler` takes exactly one."""
+    """Refuse a grammar that no model could follow, before a model is loaded; takes exactly one of the sources of
+    `GrammarCompiler.compile`."""
     with _installed():
         from llguidance import LLMatcher
     kind, text = _stated(json_schema, regex, grammar)
@@ -109,7 +110,7 @@ def check_grammar(
 
 
 def _stated(schema: Mapping[str, Any] | str | None, regex: str | None, grammar: str | None) -> tuple[str, str]:
-    """The kind of the one that was given, and its text."""
+    """The kind of the source that was given, and its text."""
     given = {"JSON schema": schema, "regular expression": regex, "grammar": grammar}
     [(kind, source), *others] = [(kind, source) for kind, source in given.items() if source is not None]
     if others:
@@ -129,7 +130,8 @@ def _rules_of(kind: str, text: str) -> Any:
 
 
 def _refused(kind: str, why: str) -> UsageError:
-    """Of a regular expression, which is read as a rule of a grammar, only what is wrong with itself is said."""
+    """An error about a source. A regular expression is compiled as a rule of a grammar, so only the part of the message
+    about the expression itself is kept."""
     reason = explained(why)
     return UsageError(f"The {kind} cannot be followed: {reason.rpartition(' error: ')[2]}.")
 
@@ -145,7 +147,7 @@ def _installed() -> Iterator[None]:
 
 
 def _schema_text(schema: Mapping[str, Any] | str | None) -> Any:
-    """A schema as JSON, whether it was given as a text or not."""
+    """A schema as JSON, whether it was given as a text or as a mapping."""
     try:
         stated = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(stated, Mapping | bool):
@@ -164,8 +166,8 @@ def compiler_for(
     ends: Sequence[int] | frozenset[int],
     limits: Limits | None = None,
 ) -> GrammarCompiler:
-    """The compiler for the tokenizer of a model with so many tokens, of which these `ends` end a text. Made once: it
-    reads the whole vocabulary, which takes a second."""
+    """The compiler for a tokenizer and a model with `vocabulary` tokens, of which `ends` end a text. It is made only
+    once, because reading the whole vocabulary takes a second."""
     with _installed():
         import llguidance.hf
     if not ends:

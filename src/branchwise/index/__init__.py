@@ -1,20 +1,20 @@
-"""An index of texts: what follows given tokens wherever they occur.
+"""An index of texts, which finds what follows given tokens wherever they occur.
 
 Manber and Myers, "Suffix Arrays: A New Method for On-Line String Searches" (1993): all suffixes of a text in sorted
-order, so that those which begin with the same tokens are neighbours and two bisections find them. He et al., "REST:
-Retrieval-Based Speculative Decoding" (arXiv 2311.08252), drafts from one.
+order, so that suffixes that begin with the same tokens are neighbours and two bisections find them. He et al., "REST:
+Retrieval-Based Speculative Decoding" (arXiv 2311.08252), drafts from such an index.
 
     DIR/
-      index.json          what it is for, what it holds, sizes and checksums; written last, so it is never ahead
-      NAME.tokens         the texts of a shard, a separator behind each, 2 or 4 bytes a token
+      index.json          tokenizer, contents, sizes and checksums; written last, so all that it names exists
+      NAME.tokens         the texts of a shard, a separator after each, 2 or 4 bytes a token
       NAME.suffixes       where each suffix begins, in their order, 4 bytes each
       NAME.firsts         how many suffixes begin with a smaller token, for every token, 4 bytes each
 
 The arrays are raw, little-endian and mapped, not read: opening costs nothing, and processes share the memory. Shards
-bound what building holds; a look-up asks them all. The separator is a number above all tokens, and no text is looked
-up with it, so nothing that is found crosses from one document into the next.
+bound the memory that building needs; a look-up asks all of them. The separator is a number above all tokens, and no
+look-up contains it, so nothing that is found crosses from one document into the next.
 
-Reading needs only this file. What it finds is only proposed, so undetected damage cannot change what is generated: it
+Reading needs only this file. Its results are only proposals, so undetected damage cannot change the generated text: it
 returns no token outside the vocabulary and reads no place outside an array.
 """
 
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "branchwise-index", 1
 ABOUT = "index.json"
 KINDS = ("tokens", "suffixes", "firsts")
-"""the files of a shard"""
+"""the kinds of files of a shard"""
 ENDS = 4096
-"""bytes at both ends of a file that are looked at whenever it is opened"""
+"""how many bytes at both ends of a file are checked whenever it is opened"""
 
 HITS = 64
-"""the most places that are looked at to say what comes next"""
+"""the most places that are read to say what comes next"""
 
 
 @dataclass(frozen=True)
 class File:
-    """What is known about a file of a shard."""
+    """The description of a file of a shard."""
 
     name: str
     bytes: int
     ends: int
-    """CRC-32 of its first and last bytes: cheap, and finds what was cut, overwritten or never written"""
+    """CRC-32 of its first and last bytes: cheap, and finds a file that was cut, overwritten or never written"""
     sha256: str
 
 
 @dataclass(frozen=True)
 class Part:
-    """A shard as it is written."""
+    """The description of a shard."""
 
     documents: int
     tokens: File
@@ -76,26 +76,26 @@ class Part:
 
 @dataclass(frozen=True)
 class About:
-    """What index.json says."""
+    """The contents of index.json."""
 
     model: str
-    """whose tokenizer cut the texts"""
+    """the model whose tokenizer cut the texts"""
     fingerprint: str
-    """of the vocabulary of that tokenizer"""
+    """the fingerprint of that tokenizer's vocabulary"""
     vocabulary: int
-    """tokens are below it, and it is the separator itself"""
+    """the number of tokens, all of which are below it; it is also the separator"""
     sources: tuple[str, ...]
     """names of the files that were read, without their folders"""
     parts: tuple[Part, ...]
 
     @property
     def width(self) -> int:
-        """Bytes of a token."""
+        """How many bytes a token takes."""
         return 2 if self.vocabulary <= 0xFFFF else 4
 
     @property
     def tokens(self) -> int:
-        """Without the separators."""
+        """How many tokens the index holds, without separators."""
         return sum(part.tokens.bytes // self.width - part.documents for part in self.parts)
 
     @property
@@ -113,7 +113,7 @@ class About:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> About:
-        """Of what `as_dict` gave; whatever does not fit together is a ValueError, LookupError or TypeError."""
+        """From what `as_dict` gave; inconsistent values raise a ValueError, LookupError or TypeError."""
         shards = found["shards"]
         parts = tuple(Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in shards)
         sources = tuple(map(str, found["sources"]))
@@ -131,7 +131,7 @@ class About:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same for tokenizers with the same tokens under the same numbers, and for no others."""
+    """A digest of the vocabulary: equal for tokenizers with the same tokens under the same ids, and for no others."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -174,12 +174,12 @@ def ends_of(first: bytes, last: bytes) -> int:
 
 
 class Span(NamedTuple):
-    """Suffixes of a shard that begin alike."""
+    """Suffixes of a shard that begin with the same tokens, from `low` on."""
 
     shard: Shard
     low: int
     high: int
-    """behind the last of them"""
+    """the place after the last of them"""
 
 
 class Place(NamedTuple):
@@ -190,18 +190,18 @@ class Place(NamedTuple):
     length: int
     """how many tokens the suffixes of the spans share"""
     token: int | None = None
-    """the token after those, if any; the spans are narrowed to it only when its successors are asked for"""
+    """the token after those, if any; the spans are narrowed to it only if its successors are asked for"""
 
 
 class Seen(NamedTuple):
     """What follows at a place."""
 
     counts: list[tuple[int, int, Place]]
-    """(token, how often it was seen, the place behind it), most often first and of equals the smallest token"""
+    """(token, how often it was seen, the place after it), the most frequent first, of equals the smallest token"""
     hits: int
-    """places that were looked at; at some of them a document may have ended"""
+    """how many places were read; at some of them a document may have ended"""
     length: int
-    """tokens that all these places share"""
+    """how many tokens all these places share"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ class Shard:
         return Span(self, low, bisect_right(self.suffixes, pattern, low, last, key=beginning))
 
     def narrow(self, span: Span, length: int, token: int) -> Span | None:
-        """Those suffixes of a span that go on with a token, behind the `length` that they share."""
+        """Those suffixes of a span that go on with `token`, after the `length` tokens that they share."""
         tokens = self.tokens
 
         def behind(suffix: int) -> int:
@@ -248,9 +248,10 @@ class Index:
         self.shards = [Shard(*map(self._map, part.files, kinds)) for part in self.about.parts]
 
     def find(self, text: Sequence[int], most: int = 16, least: int = 2) -> Place | None:
-        """Where the longest end of a text of at most `most` and at least `least` tokens stands, if any does.
+        """The places of the longest end of a text that occurs in the index, of at most `most` and at least `least`
+        tokens; None if none occurs.
 
-        If an end of the text stands in a shard, then so does every shorter one, which makes it a bisection.
+        If an end of the text occurs in a shard, so does every shorter end. So a bisection finds the longest.
         """
         end = self._known(text[-most:])
         shards, found = self.shards, None
@@ -269,7 +270,7 @@ class Index:
         return found
 
     def after(self, place: Place, hits: int = HITS, most: int | None = None) -> Seen:
-        """What follows at a place, by at most `hits` of its suffixes, evenly spaced; at most `most` tokens."""
+        """What follows at a place: at most `most` tokens, counted over at most `hits` evenly spaced suffixes."""
         try:
             spans, length = self._narrowed(place)
             total = sum([span.high - span.low for span in spans])
@@ -284,7 +285,7 @@ class Index:
         except IndexError:
             damaged(self.folder, "its arrays point outside of themselves")
         separator = self.about.vocabulary
-        if alike:  # and all were seen, which is the most frequent case
+        if alike:  # and all places were read, which is the most frequent case
             token = tokens[0]
             return Seen([(token, total, Place(spans, length + 1))] if token < separator else [], total, length)
         counts = Counter(tokens)
@@ -292,7 +293,7 @@ class Index:
         return Seen([(t, counts[t], Place(spans, length, t)) for t in best if t < separator], len(tokens), length)
 
     def check(self, progress: Progress = silent) -> None:
-        """Read everything once, and refuse an index of which a single bit has changed."""
+        """Read all files once, and refuse an index of which a single bit has changed."""
         done = 0
         for part in self.about.parts:
             for file in part.files:
@@ -304,7 +305,7 @@ class Index:
                     damaged(self.folder, f"{file.name} is not what was written")
 
     def _known(self, text: Sequence[int]) -> list[int]:
-        """The end of a text without what is before a number that is no token of the index, and without that."""
+        """The end of a text after the last number that is no token of the index."""
         end = list(text)
         for back, token in enumerate(reversed(end)):
             if not 0 <= token < self.about.vocabulary:
@@ -312,7 +313,7 @@ class Index:
         return end
 
     def _narrowed(self, place: Place) -> tuple[tuple[Span, ...], int]:
-        """The spans of a place, and how many tokens they share, its last one included."""
+        """The spans of a place, and how many tokens they share, the token of the place included."""
         if place.token is None:
             return place.spans, place.length
         narrowed = [span.shard.narrow(span, place.length, place.token) for span in place.spans]

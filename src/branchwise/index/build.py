@@ -1,14 +1,14 @@
 """Writing an index: texts become shards, and a shard a suffix array.
 
-The sorting is that of libdivsufsort (Yuta Mori), through the package pydivsufsort. It sorts bytes, so a token is
-written as so many bytes each, the most significant first. Strings of such tokens have the same order as the strings of
-their bytes: the first byte in which two of them differ belongs to the first token in which they differ, and decides for
-both. So the suffixes that begin where a token does are in the order of the tokens; all others are dropped. Without that
-package numpy sorts them, which takes several times as long.
+The sorting is that of libdivsufsort (Yuta Mori), through the package pydivsufsort. It sorts bytes, so every token is
+written with the same number of bytes, the most significant first. Then strings of tokens have the same order as the
+strings of their bytes: the first byte in which two of them differ belongs to the first token in which they differ, and
+decides both orders. So the suffixes that begin where a token does are in the order of the tokens; all others are
+dropped. Without that package numpy sorts them, which takes several times as long.
 
 Existing files are never written to. New files have new names, index.json is replaced when all of them are on the disk,
 and only then files that the new index does not name are removed. Whatever interrupts this, the folder holds the old
-index or the new one. Files of a killed process are removed by the next one that writes.
+index or the new one. Files of a killed process are removed by the next process that writes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD = 1 << 24
-"""the most numbers of a shard, separators included; building takes about 20 bytes for each, one shard at a time"""
+"""the most tokens of a shard, separators included; building takes about 20 bytes for each, one shard at a time"""
 
 _OURS = re.compile(r"[0-9a-f]{16}\.(tokens|suffixes|firsts)|index\.json\.[0-9a-f]{16}")
 _AT_ONCE = 1 << 20
 _MOST = 1 << 24
-"""numbers that three bytes can write"""
+"""how many numbers three bytes can hold"""
 
 
 def build_index(
@@ -53,7 +53,7 @@ def build_index(
     force: bool = False,
     progress: Progress = silent,
 ) -> About:
-    """Build an index of these texts in an empty or new folder; with `force`, replace another index."""
+    """Build an index of these texts in an empty or new folder; with `force`, replace an index that is in it."""
     require_free(folder, force)
     about = About(model, fingerprint(tokenizer), max(tokenizer.get_vocab().values()) + 1, (), ())
     return _write_texts(folder, about, paths, tokenizer, progress)
@@ -62,7 +62,7 @@ def build_index(
 def add_texts(
     folder: Path, paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase, *, progress: Progress = silent
 ) -> About:
-    """The index of what it held and of these texts, as if it had been built of both."""
+    """Add texts to an index; the result is what building it from all texts would have given."""
     about = Index(folder).about
     if fingerprint(tokenizer) != about.fingerprint:
         raise UsageError(
@@ -89,7 +89,7 @@ def _write_texts(
 
 
 def require_free(folder: Path, force: bool) -> None:
-    """Refuse a folder that holds something else, or an index that is not to be replaced."""
+    """Refuse a folder that holds anything but an index, or an index without `force`."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -97,7 +97,7 @@ def require_free(folder: Path, force: bool) -> None:
     foreign = [file for file in folder.iterdir() if not _OURS.fullmatch(file.name) and file.name != ABOUT]
     if is_index(folder):
         if foreign:
-            read_about(folder)  # only what is surely an index is replaced, be it damaged or not
+            read_about(folder)  # only a folder that is surely an index is replaced, even a damaged one
         if not force:
             raise UsageError(f"{folder} holds an index; use branchwise index add, or replace it with --force.")
     elif foreign:
@@ -107,8 +107,8 @@ def require_free(folder: Path, force: bool) -> None:
 class Writer:
     """Takes tokens and writes shards; the index exists only after `finish`.
 
-    Tokens of the last shard of an index that is added to are taken first, if it has room. So the shards are those of
-    one long build, however often something was added.
+    When texts are added to an index, its last shard is taken back first if it has room. So the shards are those of one
+    long build, however often texts were added.
     """
 
     def __init__(self, folder: Path, about: About, *, shard: int = SHARD, progress: Progress = silent) -> None:
@@ -142,11 +142,11 @@ class Writer:
         self._leaving.close()
 
     def extend(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """More of the document."""
+        """Add tokens to the current document."""
         taken = np.asarray(tokens)
         assert not len(taken) or (taken.min() >= 0 and taken.max() < self.about.vocabulary)
         while len(taken):
-            room = len(self._buffer) - 1 - self._filled  # the last place is for a separator
+            room = len(self._buffer) - 1 - self._filled  # the last place is kept for a separator
             if room <= 0:
                 self._flush()
                 continue
@@ -155,13 +155,13 @@ class Writer:
             taken = taken[room:]
 
     def end_document(self) -> None:
-        """What comes next is another document; one without tokens is none."""
+        """End the current document; a document without tokens does not count."""
         if self._filled and self._buffer[self._filled - 1] != self.about.vocabulary:
             self._buffer[self._filled] = self.about.vocabulary
             self._filled += 1
 
     def finish(self, sources: Iterable[str]) -> About:
-        """Let the index be what was written."""
+        """Make the written shards the index."""
         self._flush()
         if not self._parts:
             raise UsageError("There is no text in these files; an index needs some.")
@@ -171,12 +171,12 @@ class Writer:
         with _writing(place) as file:
             file.write(json.dumps(about.as_dict(), indent=1).encode() + b"\n")
         _sync_folder(self.folder)
-        os.replace(place, self.folder / ABOUT)  # here the new index takes the place of the old one
+        os.replace(place, self.folder / ABOUT)  # from here on readers see the new index
         _sync_folder(self.folder)
         return about
 
     def _resume(self) -> None:
-        """Take back the last shard of the index, if it has room."""
+        """Take back the last shard of the index if it has room."""
         last = self._parts[-1].tokens if self._parts else None
         if last and (count := last.bytes // self.about.width) < len(self._buffer):
             raw = (self.folder / last.name).read_bytes()
@@ -220,7 +220,7 @@ class Writer:
         if is_index(self.folder):
             try:
                 named = {file.name for part in read_about(self.folder).parts for file in part.files}
-            except UsageError:  # it cannot be read, and is about to be replaced; until then nothing is lost
+            except UsageError:  # a damaged index is about to be replaced, until then its files stay
                 return
         for file in list(self.folder.iterdir()):
             if _OURS.fullmatch(file.name) and file.name not in named:
@@ -228,7 +228,7 @@ class Writer:
 
 
 def _sorted_suffixes(tokens: NDArray[Any], vocabulary: int) -> Iterator[NDArray[Any]]:
-    """Where the suffixes begin, in their order."""
+    """The places of all suffixes, in the order of the suffixes."""
     try:
         from pydivsufsort import divsufsort  # type: ignore[import-untyped]
     except ModuleNotFoundError:
@@ -244,12 +244,12 @@ def _sorted_suffixes(tokens: NDArray[Any], vocabulary: int) -> Iterator[NDArray[
 
 
 def _doubled(tokens: NDArray[Any]) -> NDArray[np.int64]:
-    """The same order by prefix doubling (Manber and Myers, 1990): what is sorted by its first k tokens is sorted by 2k
-    with one more pass, so that it takes as many as the longest repetition has binary digits."""
+    """The same order by prefix doubling (Manber and Myers, 1990): suffixes sorted by their first k tokens are sorted by
+    2k tokens with one more pass. So it takes as many passes as the longest repetition has binary digits."""
     ranks = np.unique(tokens, return_inverse=True)[1].astype(np.int64)
     known = 1
     while True:
-        behind = np.zeros(len(ranks), dtype=np.int64)  # of what is past the end, which is smaller than any token
+        behind = np.zeros(len(ranks), dtype=np.int64)  # the end sorts before every token
         behind[:-known] = ranks[known:] + 1
         keys = ranks * (len(ranks) + 1) + behind
         order = np.argsort(keys, kind="stable")
@@ -261,7 +261,7 @@ def _doubled(tokens: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _firsts(tokens: NDArray[Any], vocabulary: int) -> NDArray[Any]:
-    """(vocabulary + 1,): how many tokens are smaller than each, the separator included."""
+    """(vocabulary + 1,): for each token, how many tokens of the shard are smaller; the separator is the last."""
     counts = np.zeros(vocabulary + 1, dtype=np.int64)
     for part in _chunks(tokens):
         counts += np.bincount(part, minlength=vocabulary + 1)
@@ -274,7 +274,7 @@ def _chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 @contextlib.contextmanager
 def _writing(place: Path) -> Iterator[Any]:
-    """A new file that is on the disk when this ends."""
+    """Write a new file; it is on the disk when the context ends."""
     try:
         with place.open("xb") as file:
             yield file
@@ -285,7 +285,7 @@ def _writing(place: Path) -> Iterator[Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Names are on the disk as well, where the system can say so."""
+    """Write the names of a folder's files to the disk too, if the system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -301,10 +301,10 @@ def _remove_empty(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Refuse to write where another process does; a lock ends with the process that holds it."""
+    """Refuse to write while another process does; the lock ends with the process that holds it."""
     try:
         import fcntl
-    except ImportError:  # a system without such locks
+    except ImportError:  # the system has no such locks
         yield
         return
     handle = os.open(folder, os.O_RDONLY)

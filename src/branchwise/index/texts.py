@@ -1,6 +1,6 @@
 """Where the texts of an index come from: files and folders, read in pieces, so that their size does not matter.
 
-form            files                                       document
+form            files                                       one document
 JSON lines      .jsonl                                      a line: its field text, content, prompt, question or turns
 text or code    any other that is named, and in folders     a file
                 those with an ending that is known
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIELDS = ("text", "content", "prompt", "question", "turns")
-"""of a JSON line; the first that exists is the text; a list of texts is joined by empty lines"""
+"""the fields of a JSON line that may hold its text; the first that exists is taken, and a list of texts is joined by
+empty lines"""
 
 _PROSE = "txt md rst tex html jsonl"
 _CODE = "py pyi js ts jsx tsx c h cc cpp hpp cu java kt go rs rb php cs swift scala lua r jl sh sql css toml yaml yml"
 ENDINGS = frozenset(f".{ending}" for ending in f"{_PROSE} {_CODE}".split())
-"""of files that are read where a folder is named"""
+"""endings of the files that are read in a folder"""
 
 PIECE = 1 << 16
-"""characters that are read at once; a piece ends at the end of a line if it has one"""
+"""how many characters are read at once; a piece ends at the end of a line if it has one"""
 BATCH = 1 << 20
-"""characters that are tokenised together"""
+"""how many characters are tokenised together"""
 
 Piece = tuple[str, bool]
-"""a text, and whether its document ends with it"""
+"""a text, and whether it ends its document"""
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """The files that are meant: those named, and those of known endings in folders; every file once."""
+    """The files to read: those named, and in folders those of known endings; every file once."""
     found: dict[Path, Path] = {}
     for path in paths:
         if path.is_dir():
@@ -58,7 +59,7 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def survey(files: Iterable[Path]) -> int:
-    """The number of characters in all files; an unreadable file is an error before the work begins."""
+    """The number of characters in all files; a file that cannot be read is an error before the work begins."""
     total = sum(len(text) for file in files for text, _ in pieces(file))
     if not total:
         raise UsageError("There is no text in these files; an index needs some.")
@@ -77,7 +78,7 @@ def pieces(path: Path) -> Iterator[Piece]:
 
 
 def tokenised(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], bool, int]]:
-    """Tokens, whether their document ends with them, and how many characters they were."""
+    """Tokens, whether they end their document, and how many characters they were."""
     call: Any = tokenizer
     for batch in _batches(files):
         found = call([text for text, _ in batch], add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -101,7 +102,7 @@ def _cut(file: TextIO) -> Iterator[Piece]:
     rest = ""
     while len(chunk := file.read(PIECE)) == PIECE:
         text = rest + chunk
-        # Behind a line, or before a blank, which tokenizers join to the word behind it; else wherever it is.
+        # Cut after a line, or before a blank, since tokenizers join a blank to the word after it; else anywhere.
         end = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
         yield text[:end], False
         rest = text[end:]

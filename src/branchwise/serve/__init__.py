@@ -4,7 +4,7 @@
     web/           the paths, and a request from its body to the last byte of its answer
     protocol/      what requests and answers look like, and what they mean to the engine
     runner.py      the one thread that loads the model and steps its engine
-    lanes.py       engines with other methods beside the server's own, for requests that name one
+    lanes.py       engines with other methods than the server's own, for requests that name a method
     page/          the playground, a static page
     writing.py     the texts that one request asked for, from that thread to the event loop
 

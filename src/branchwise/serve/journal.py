@@ -1,4 +1,4 @@
-"""One line of JSON for every request, with counts and times and never a word of it; and for everything that fails."""
+"""The journal: a line of JSON for every request, with counts and times but no text, and one for every failure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ log = logging.getLogger("branchwise.requests")
 
 
 def write(**entry: Any) -> None:
-    """JSON in ASCII: nothing that a client sends can look like another line or reach a terminal."""
+    """Write a line in ASCII: nothing that a client sends can look like another line or control a terminal."""
     log.info(json.dumps({"time": round(time.time(), 3), **entry}))
 
 
 def write_failure(what: str, error: BaseException) -> None:
-    """The line of something that must not fail, and did."""
+    """Write the line of a failure that must not end the server."""
     where = [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in extract_tb(error.__traceback__)]
     write(event="failure", what=what, error=type(error).__name__, message=str(error)[:500], where=where)
 

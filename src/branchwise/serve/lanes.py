@@ -1,8 +1,8 @@
-"""Lanes: engines with other methods beside the server's own, over the same weights, for requests that name a method.
+"""Lanes: engines with other methods than the server's own, over the same weights, for requests that name a method.
 
-A lane has a small KV cache of its own. It is made on the engine's thread when a request first names its method; there
-are a few at a time, and the one used longest ago goes when another is wanted and nobody uses it. Lanes that have texts
-to write get equal parts of the time, whatever their steps take, so that two of them can be watched side by side.
+A lane has a small KV cache of its own. It is made on the engine's thread when a request first names its method. Only a
+few exist at a time: if another is wanted, the idle lane that was used longest ago is dropped. Lanes with texts to write
+get equal shares of the time, however long their steps take, so that two of them can be watched side by side.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from branchwise.serve import journal
 SLOTS = 2
 """texts that a lane writes together"""
 CONTEXT = 4096
-"""tokens of a text there at most"""
+"""the most tokens of a text in a lane"""
 
 Key = tuple[str, str | None, str]
 
 
 class Lane:
-    """An engine, and its part in the time of the thread that steps all of them."""
+    """An engine, and its share of the time of the thread that steps all of them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failures = 0
-        """steps that failed in a row"""
+        """how many steps in a row have failed"""
         self.awaited = 0
         """requests that were given this lane and have not submitted their texts yet"""
         self.spent = 0.0
-        """seconds of steps, as if it had always been busy"""
+        """seconds of its steps, counted as if it had always been busy"""
 
     @property
     def has_work(self) -> bool:
@@ -57,7 +57,7 @@ class Lane:
 
 class Lanes:
     def __init__(self, llm: LLM, lock: threading.Condition, *, most: int, queue: int | None) -> None:
-        """`most` lanes besides the main one, in each of which `queue` texts may wait. `lock` is the runner's."""
+        """`most` lanes may exist besides the main one, and `queue` texts wait in each. `lock` is the runner's."""
         self.llm = llm
         self.main = Lane(llm.engine)
         self.most = most
@@ -71,7 +71,7 @@ class Lanes:
     # From the event loop
 
     def find(self, method: Method) -> Future[Lane]:
-        """The lane of a method, once there is one; whoever gets it submits to it, or lets it go."""
+        """The lane of a method, once it exists; the caller then submits to it, or lets it go."""
         found: Future[Lane] = Future()
         with self._lock:
             if not self._give(method, found):
@@ -80,19 +80,19 @@ class Lanes:
         return found
 
     def let_go(self, lane: Lane) -> None:
-        """Texts were submitted to a lane that `find` gave, or will not be; the lock is held."""
+        """Note that a caller of `find` has submitted its texts, or will not; the lock is held."""
         lane.awaited -= 1
 
     # On the engine's thread
 
     @property
     def has_work(self) -> bool:
-        """Asked with the lock held."""
+        """Whether a lane has work, or is wanted; the lock is held."""
         return bool(self._wanted) or self.main.has_work or any(lane.has_work for lane in self._others.values())
 
     def next(self) -> Lane | None:
-        """The lane whose step comes next: of those that have work the one that had least time. One that had nothing to
-        do has no claim to the time before."""
+        """The lane whose step comes next: among those that have work, the one that has had the least time. A lane that
+        was idle has no claim to that time."""
         with self._lock:
             busy = [lane for lane in (self.main, *self._others.values()) if lane.has_work]
         if not busy:
@@ -104,7 +104,7 @@ class Lanes:
         return chosen
 
     def make_wanted(self) -> None:
-        """Make the lanes that requests wait for; whoever cannot have one is told why."""
+        """Make the lanes that requests wait for; a request that cannot have one is told why."""
         while self._wanted:
             with self._lock:
                 method, found = self._wanted.pop(0)
@@ -125,12 +125,12 @@ class Lanes:
                     self._give(method, found)
 
     def _give(self, method: Method, found: Future[Lane]) -> bool:
-        """Answer whoever waits for a lane, if it is there; the lock is held."""
+        """Hand over a lane that exists already; the lock is held."""
         lane = self._others.pop(_key(method), None)
         if lane is None:
             return False
-        self._others[_key(method)] = lane  # the last one used
-        if found.set_running_or_notify_cancel():  # or whoever waited has left
+        self._others[_key(method)] = lane  # now the last one used
+        if found.set_running_or_notify_cancel():  # False if the request was given up meanwhile
             lane.awaited += 1
             found.set_result(lane)
         return True
@@ -150,7 +150,7 @@ class Lanes:
             compile=info.execution.compile,
             layers=info.execution.layers,
         )
-        # Without a guard: whoever names a method wants to see what it drafts, whether it pays here or not.
+        # Without a guard: a client that names a method wants to see what it drafts, even if that is slow here.
         return Lane(Engine(target, drafter, verifier, queue=self._queue))
 
     def _make_room(self) -> None:
@@ -162,11 +162,11 @@ class Lanes:
                 del self._others[idle[0]]
 
     def drop(self, lane: Lane) -> None:
-        """A lane whose steps keep failing; the lock is held."""
+        """Forget a lane whose steps keep failing; the lock is held."""
         self._others = {key: other for key, other in self._others.items() if other is not lane}
 
     def refuse_all(self) -> None:
-        """Nothing is made any more; the lock is held."""
+        """Refuse all lanes that are wanted, because the server is ending; the lock is held."""
         for _, found in self._wanted:
             _refuse(found, QueueFull("The server is ending; ask another one, or try again later."))
         self._wanted.clear()

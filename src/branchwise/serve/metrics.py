@@ -1,6 +1,6 @@
 """Counters and times for Prometheus, under the names that vLLM uses.
 
-What changes with every step is read from the texts themselves when somebody asks, so that a step costs nothing for it.
+What changes with every step is read from the texts when the page is asked for, so that steps pay nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKEN_SECONDS = (0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0
 
 @dataclass
 class Totals:
-    """What was counted for texts, added up."""
+    """What was counted for texts, summed."""
 
     drafts: int = 0
     drafted: int = 0
@@ -31,9 +31,9 @@ class Totals:
     accepted_per_depth: list[int] = field(default_factory=list)
     written: int = 0
     prompts: int = 0
-    """tokens of prompts that were begun"""
+    """tokens of the prompts whose prefill has begun"""
     reused: int = 0
-    """of them those whose keys and values were in the cache"""
+    """how many of them had their keys and values in the cache"""
     by_source: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ class Totals:
 
 
 def _own_seconds(stats: Stats) -> dict[str, float]:
-    """Seconds by phase without those that belong to the other texts of the same steps."""
+    """Seconds by phase, without those that belong to the other texts of the same steps."""
     each = list(stats.each)
     whole = sum(step.seconds for step in each)
     share = sum(step.seconds / step.batch for step in each) / whole if whole else 0.0
@@ -61,13 +61,13 @@ def _own_seconds(stats: Stats) -> dict[str, float]:
 
 
 class Metrics:
-    """The metrics of one server; a collector of its own registry."""
+    """The metrics of one server; this object is a collector of its own registry."""
 
     def __init__(self, runner: Runner, model: str) -> None:
         self.runner = runner
         self.model = model
         self.ended = Totals()
-        """of texts that have ended; guarded by the lock of the runner"""
+        """totals of the texts that have ended; guarded by the lock of the runner"""
         runner.on_end = self._ended
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -92,7 +92,8 @@ class Metrics:
         self._prompt.inc(tokens)
 
     def answered(self, reasons: Iterable[str], seconds: float, first: float | None, tokens: int, texts: int) -> None:
-        """A request has ended: why each text did, how long it took, until the first token, and what was written."""
+        """Count a request that has ended: why each text did, the time, that until the first token, and what was
+        written."""
         for reason in reasons:
             self._success.labels(self.model, reason).inc()
         self._whole.observe(seconds)
@@ -107,14 +108,14 @@ class Metrics:
     def _ended(self, generation: Generation) -> None:
         self.ended.add(generation)
 
-    # Asked by the registry
+    # Called by the registry
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
         runner = self.runner
-        with runner.lock:  # a text is either alive or counted
+        with runner.lock:  # so that each text is either alive or counted
             now, totals = list(runner.live), deepcopy(self.ended)
             for generation in now:
                 totals.add(generation)

@@ -1,4 +1,4 @@
-"""The one thread that loads the model and steps its engine while there is something to write.
+"""The one thread that loads the model and steps its engine while it has texts to write.
 
 Everything that touches the device happens on it. The event loop submits and cancels without waiting for a step, and
 gets what was written through `Writing`.
@@ -20,14 +20,14 @@ from branchwise.serve.protocol.prompts import Order
 from branchwise.serve.writing import Update, Writing
 
 MOST_FAILURES = 3
-"""steps in a row that may fail before the engine is given up"""
+"""how many steps in a row may fail before the engine is given up"""
 
 
 class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
-    """what runs may end, nothing new begins"""
+    """running texts may end, new ones are refused"""
     BROKEN = "broken"
     """the model did not load, or its steps keep failing"""
 
@@ -35,21 +35,21 @@ class State(StrEnum):
 class Runner:
     def __init__(self, load: Callable[[], LLM], *, queue: int | None = None, lanes: int = 0) -> None:
         """`load` is called on the engine's thread; `queue` is how many texts may wait for a slot, and `lanes` how many
-        methods besides the loaded one requests may use at a time."""
+        methods requests may use at a time besides the loaded one."""
         self.state = State.LOADING
         self.failure: BaseException | None = None
-        """why the model did not load"""
+        """the error that kept the model from loading"""
         self.on_loaded: Callable[[], None] = lambda: None
         """called on the engine's thread when loading has ended, well or badly"""
         self.on_end: Callable[[Generation], None] = lambda generation: None
-        """called when a text has ended, however it did; with `lock` held"""
+        """called with `lock` held when a text has ended, for whatever reason"""
         self.live: dict[Generation, tuple[Writing, int]] = {}
         """texts that were submitted and have not ended"""
         self.lock = threading.Condition()
-        """held for moments; whoever gives the thread something to do notifies it"""
+        """held for moments only; notified when the thread gets something to do"""
         self.llm: LLM | None = None
         self.lanes: Lanes | None = None
-        """there once the model is"""
+        """None until the model is loaded"""
         self._load = load
         self._queue = queue
         self._most_lanes = lanes
@@ -74,8 +74,8 @@ class Runner:
             return sum(generation.began is None for generation in self.live)
 
     def submit(self, order: Order, lane: Lane | None = None) -> Writing:
-        """Begin to write, by default with the server's own method; raises `UsageError`, and `QueueFull` if too many
-        wait. All of the texts begin, or none."""
+        """Begin to write a request's texts, by default with the server's own method: all of them, or none. Raises
+        `UsageError`, and `QueueFull` if too many texts wait."""
         assert self.lanes is not None
         writing = Writing(self.cancel, lane or self.lanes.main)
         with self.lock:
@@ -94,8 +94,8 @@ class Runner:
 
     def _submit(self, order: Order, index: int, writing: Writing) -> None:
         assert self.llm is not None
-        # A tokenizer that fails on one text must not end the step of all: the text ends, and says so.
-        decode = _Guarded(order.decode or self.llm.decode, partial(self._fail, writing, index))
+        # If a tokenizer fails on one text, only that text ends, with an error; the step of the others must go on.
+        decode = _SafeDecode(order.decode or self.llm.decode, partial(self._fail, writing, index))
         deliver = partial(self._deliver, writing, index)
         engine = writing.lane.engine
         generation = engine.submit(order.requests[index], TextStream(decode, order.stops), on_output=deliver)
@@ -104,7 +104,7 @@ class Runner:
         self.live[generation] = (writing, index)
 
     def cancel(self, generation: Generation) -> None:
-        """End a text that nobody waits for; its slot is free before the next step."""
+        """End a text for which no client waits any more; its slot is free before the next step."""
         with self.lock:
             writing, _ = self.live.get(generation, (None, 0))
             if writing is not None and self._forget(generation):
@@ -112,18 +112,18 @@ class Runner:
                 self.lock.notify()
 
     def drain(self) -> None:
-        """Let nothing new begin."""
+        """Refuse new texts from now on."""
         if self.state in (State.READY, State.LOADING):
             self.state = State.DRAINING
 
     def end_all(self) -> None:
-        """End what is still being written, between two steps."""
+        """End all texts that are being written, between two steps."""
         with self.lock:
             self._ending = True
             self.lock.notify()
 
     def stop(self, timeout: float) -> bool:
-        """End the thread, unless it is loading; whether it has ended."""
+        """End the thread, unless it is still loading the model; returns whether it has ended."""
         with self.lock:
             self._ending = self._stopping = True
             self.lock.notify()
@@ -136,7 +136,7 @@ class Runner:
     def _run(self) -> None:
         try:
             llm = self._load()
-        except BaseException as error:  # Ctrl-C too: whoever started the server must be told
+        except BaseException as error:  # also on Ctrl-C: the thread that started the server must know
             self.failure, self.state = error, State.BROKEN
             self.on_loaded()
             return
@@ -149,13 +149,13 @@ class Runner:
             self._step()
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do; False when that is to end."""
+        """Sleep until there is work; False if the thread is to end."""
         assert self.lanes is not None
         with self.lock:
             while not (self._ending or (self.lanes.has_work and self.state is not State.BROKEN)):
                 self.lock.wait()
             if self._ending:
-                self._end(list(self.live), FinishReason.CANCELLED)
+                self._cancel_all()
                 self.lanes.refuse_all()
                 self._ending = False
             return not self._stopping
@@ -185,30 +185,30 @@ class Runner:
     def _fail(self, writing: Writing, index: int, error: Exception) -> None:
         """End one text in the middle of a step; the others go on."""
         journal.write_failure("a text", error)
-        with self.lock:  # held by `submit` until all of the texts are known
+        with self.lock:  # `submit` holds it until it has listed all texts
             generation = writing.generations[index]
-            self._end([generation], FinishReason.ERROR, f"The text could not be decoded ({type(error).__name__}).")
+            self._fail_all([generation], f"The text could not be decoded ({type(error).__name__}).")
             writing.lane.engine.scheduler.cancel(generation)
 
     def _recover(self, lane: Lane, error: Exception) -> None:
-        """Fail the texts that a failed step was about, and go on with the others."""
+        """Fail the texts of a failed step, and go on with the others."""
         lane.failures += 1
         scheduler = lane.engine.scheduler
         with self.lock:
-            # A prompt that could not be written has been ended by the scheduler; then it was not the others' fault.
+            # If the scheduler has cancelled a prompt that could not be written, the running texts are innocent.
             cancelled = FinishReason.CANCELLED
             there = [generation for generation, (writing, _) in self.live.items() if writing.lane is lane]
             culprits = [generation for generation in there if generation.finish_reason is cancelled]
             culprits = culprits or [*scheduler.running, *scheduler.prefilling]
             given_up = lane.failures >= MOST_FAILURES
             ended = there if given_up else culprits
-            self._end(ended, FinishReason.ERROR, f"The engine failed on this text ({type(error).__name__}).")
+            self._fail_all(ended, f"The engine failed on this text ({type(error).__name__}).")
             for generation in ended:
                 scheduler.cancel(generation)
         try:
             with lane.engine.turn:
                 scheduler.release()
-                lane.engine.drop_prefixes()  # nobody knows what is in the cache of a text that failed
+                lane.engine.drop_prefixes()  # the cache of a text that failed may hold anything
         except Exception as further:
             journal.write_failure("freeing the slots of failed texts", further)
             given_up = True
@@ -216,7 +216,7 @@ class Runner:
             self._give_up(lane)
 
     def _give_up(self, lane: Lane) -> None:
-        """Without its main lane the server is broken; another one is made anew for whoever wants it."""
+        """Without its main lane the server is broken; another lane is dropped, and made anew if it is wanted again."""
         assert self.lanes is not None
         if lane is self.lanes.main:
             self.state = State.BROKEN
@@ -224,31 +224,30 @@ class Runner:
             with self.lock:
                 self.lanes.drop(lane)
 
-    def _end(self, generations: Sequence[Generation], reason: FinishReason, error: str | None = None) -> None:
-        """Tell whoever waits that texts have ended, with what they had; the lock is held."""
+    def _cancel_all(self) -> None:
+        """End all texts, and send clients what was written of them; the lock is held."""
+        for generation, (writing, _) in list(self.live.items()):
+            writing.lane.engine.scheduler.cancel(generation)
+            generation.flush()  # the text that was held back
+            generation.report()  # `_deliver` sends it, and forgets the text
+
+    def _fail_all(self, generations: Sequence[Generation], error: str) -> None:
+        """Tell clients that these texts have failed; the lock is held."""
         for generation in generations:
-            found = self.live.get(generation)
-            if found is None:
-                continue
-            writing, index = found
-            writing.cut = reason is FinishReason.CANCELLED
-            if reason is FinishReason.CANCELLED:
-                writing.lane.engine.scheduler.cancel(generation)
-                generation.flush()  # the text that was held back
-                generation.report()  # goes through `_deliver`
-            if self._forget(generation):
-                writing.put(Update(index, [], reason, error))
+            writing, index = self.live.get(generation, (None, 0))
+            if writing is not None and self._forget(generation):
+                writing.put(Update(index, [], FinishReason.ERROR, error))
 
     def _forget(self, generation: Generation) -> bool:
-        """Book a text that has ended, once; the lock is held."""
+        """Count a text that has ended, once; returns whether this was the first time. The lock is held."""
         if self.live.pop(generation, None) is None:
             return False
         self.on_end(generation)
         return True
 
 
-class _Guarded:
-    """A decoder that reports what it raises and goes on without text."""
+class _SafeDecode:
+    """Decodes tokens; reports an exception and goes on without text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], on_failure: Callable[[Exception], None]) -> None:
         self._decode = decode

@@ -1,4 +1,4 @@
-"""The process: it opens its socket at once, loads behind it, and ends without cutting a text where it can."""
+"""The process: it opens its socket at once, then loads the model, and cuts no text short at its end if it can."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from branchwise.serve.settings import Settings
 from branchwise.serve.web.app import create_app
 
 LAST_SECONDS = 5
-"""for what the server cut short to reach its clients"""
+"""seconds in which texts that the server cut short may still reach their clients"""
 
 
 class Server(uvicorn.Server):
-    """uvicorn with another end: while texts run after a SIGTERM the socket stays open and answers 503."""
+    """uvicorn with another end: after a SIGTERM the socket stays open while texts run, and answers 503."""
 
     def __init__(self, load: Callable[[], LLM], settings: Settings) -> None:
         self.runner = Runner(load, queue=settings.limits.queue, lanes=settings.lanes)
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Begin to end; on the event loop."""
+        """Begin to end; called on the event loop."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
@@ -94,7 +94,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(server: Server, listening: socket.socket) -> bool:
-    """Serve until a signal ends it; raises what kept the model from loading. Whether the engine's thread has ended."""
+    """Serve until a signal ends it, and return whether the engine's thread has ended. Raises the error that kept the
+    model from loading."""
     server.run(sockets=[listening])
     stopped = server.runner.stop(timeout=LAST_SECONDS)
     if server.runner.failure is not None:

@@ -15,12 +15,12 @@ def drafts(stats: Stats) -> int:
 
 
 def added(counts: Iterable[list[int]]) -> list[int]:
-    """Lists of counts as one, place by place."""
+    """Lists of counts, added place by place."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def speculative_decoding(all_stats: Iterable[Stats]) -> dict[str, Any]:
-    """Of the texts of one request together.
+    """The numbers of one request, over all of its texts.
 
     A tree has several nodes at a depth, so more tokens are drafted in a step than can be accepted; `num_spec_tokens` is
     the depth of the deepest tree, and entry k of the histogram counts the drafted steps that accepted k tokens.

@@ -15,16 +15,16 @@ from branchwise.serve.lanes import Lane
 
 @dataclass(frozen=True)
 class Update:
-    """What a step added to one of the texts."""
+    """What a step added to one of a request's texts."""
 
     index: int
     pieces: list[Piece]
     finish: FinishReason | None = None
-    """why the text ends here, if it does"""
+    """why the text ends here; None if it goes on"""
     error: str | None = None
-    """what happened, if it ends because something did"""
+    """the error that ended the text, if one did"""
     traces: list[StepTrace] = field(default_factory=list)
-    """what steps looked like, if the request asks for it"""
+    """the traces of its steps, if the request asks for them"""
 
     @property
     def text(self) -> str:
@@ -36,13 +36,11 @@ class Writing:
 
     def __init__(self, cancel: Callable[[Generation], None], lane: Lane) -> None:
         self.lane = lane
-        """where they are written"""
+        """the lane in which the texts are written"""
         self.generations: list[Generation] = []
         self.began = time.perf_counter()
         self.first: float | None = None
         """seconds until the first token of any text"""
-        self.cut = False
-        """ended by the server, not by the texts or the client"""
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -61,7 +59,7 @@ class Writing:
             yield update
 
     def cancel(self) -> None:
-        """Nobody waits for these texts any more."""
+        """End these texts, because the client does not wait for them any more."""
         self._open.clear()
         for generation in self.generations:
             self._cancel(generation)
@@ -71,5 +69,5 @@ class Writing:
     def put(self, update: Update) -> None:
         if self.first is None and update.pieces:
             self.first = time.perf_counter() - self.began
-        with suppress(RuntimeError):  # the event loop is gone, and with it everybody who waited
+        with suppress(RuntimeError):  # the event loop is gone, and with it all clients
             self._loop.call_soon_threadsafe(self._updates.put_nowait, update)

@@ -1,8 +1,8 @@
 """Texts to learn from, one format for heads and students: JSON lines with a prompt and what the target answered.
 
-A line has `prompt` and `answer`, or `text` alone. `branchwise train data` adds the `temperature` it was drawn at, its
-`topic`, whether it is `held_out`, `raw` where the prompt is continued without the chat template, and `cut` where a loop
-was cut. In a run the same texts lie in one file of tokens, `texts.pt`.
+A line has `prompt` and `answer`, or `text` alone. `branchwise train data` adds the `temperature` at which the answer
+was drawn, its `topic`, whether it is `held_out`, `raw` if the prompt is continued without the chat template, and `cut`
+if a loop was cut. A run keeps the same texts in one file of tokens, `texts.pt`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from branchwise.train import prompts
 from branchwise.train.keeping import kept_whole
 
 HELD_OUT = 0.02
-"""of texts that do not say whether they are held out"""
+"""the share that is held out of texts that do not say whether they are"""
 LEAST, LONGEST = 8, 2048
-"""tokens of a text that is given, prompt included; what is longer is cut"""
+"""the fewest tokens of a text, prompt included, and the most; a longer text is cut"""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Text:
     tokens: Tensor
     """(length,) int32"""
     prompt: int
-    """tokens of the prompt"""
+    """the number of tokens of the prompt"""
     temperature: float | None = None
-    """that it was drawn at, where that is known"""
+    """the temperature at which the answer was drawn; None if unknown"""
     held_out: bool | None = None
-    """whether it may not be learned from, where that was decided"""
+    """whether the text may not be learned from; None if undecided"""
 
 
 class Texts:
@@ -49,7 +49,7 @@ class Texts:
         self.file = file
 
     def read(self) -> tuple[list[Text], list[Text]]:
-        """Texts to learn from, and held-out ones: those that say so, or else a few of all."""
+        """Texts to learn from, and held-out texts: those that are marked, or else a small share of all."""
         kept = torch.load(self.file, weights_only=True)
         tokens = kept["tokens"].split(kept["lengths"].tolist())
         heats, sides = kept["temperatures"].tolist(), kept["held_out"].tolist()
@@ -77,13 +77,13 @@ class Texts:
 
 
 def given_texts(file: Path, tokenizer: Any) -> list[Text]:
-    """Texts of a file: what another run wrote (`texts.pt`), or lines of JSON."""
+    """Texts of a file: the `texts.pt` of another run, or JSON lines."""
     if file.suffix == ".pt":
         learn, held_out = Texts(file).read()
         return [*held_out, *learn]
     found = []
     try:
-        lines = file.read_text().split("\n")  # not splitlines: JSON may hold other separators of lines
+        lines = file.read_text().split("\n")  # not splitlines: JSON strings may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read as text: {error}.") from None
     for number, line in enumerate(lines, 1):
@@ -103,7 +103,7 @@ def given_texts(file: Path, tokenizer: Any) -> list[Text]:
 
 
 def _tokens_of(known: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens of a line, those of its prompt and those of its answer."""
+    """The tokens of a line: those of its prompt, and those of its answer."""
 
     def encode(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -116,7 +116,7 @@ def _tokens_of(known: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[i
 
 
 def checked_texts(file: Path, tokenizer: Any, learner: str) -> list[Text]:
-    """The same; a file with too few to learn from is refused."""
+    """The texts of `given_texts`; a file with too few texts to learn from is refused."""
     given = given_texts(file, tokenizer)
     if len(given) < 2:
         raise UsageError(f"{file} holds {len(given)} texts of more than {LEAST} tokens; a {learner} learns from many.")
@@ -127,7 +127,7 @@ def checked_texts(file: Path, tokenizer: Any, learner: str) -> list[Text]:
 
 
 def batches(texts: Sequence[Text], tokens: int, seed: int) -> Iterator[list[Text]]:
-    """Batches without end, of texts of about one length, in another order every round; `seed` and how many were taken
+    """Endless batches of texts of similar length, in another order every round; `seed` and the number of batches taken
     decide everything."""
     order = sorted(range(len(texts)), key=lambda number: len(texts[number].tokens))
     for turn in range(10**9):
@@ -146,7 +146,7 @@ def batches(texts: Sequence[Text], tokens: int, seed: int) -> Iterator[list[Text
 
 
 def next_batches(texts: Sequence[Text], tokens: int, count: int) -> list[list[Text]]:
-    """The first batches of these texts; fewer if there are fewer texts."""
+    """The first batches of these texts; fewer if the texts are too few."""
     found: list[list[Text]] = []
     left = len(texts)
     for batch in batches(texts, tokens, 0):

@@ -1,7 +1,7 @@
-"""A folder of a model, written as a whole: beside its place first, and renamed when every file is there.
+"""A folder of a model that is written as a whole: under another name first, and renamed when all files exist.
 
-Whatever ends the work before leaves nothing at the place, and what a killed process left beside it is removed by the
-next one that writes there.
+If the work ends before that, the folder does not appear. What a killed process left behind is removed by the next
+process that writes there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from branchwise.errors import UsageError, first_line
 from branchwise.provenance import versions
 
 ABOUT = "branchwise.json"
-"""where a folder came from, and the sizes of its files, by which a damaged one is known"""
+"""the file that says where a folder came from, and the sizes of its files, by which damage is recognised"""
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a place where no new folder could be made, before a model is loaded in vain."""
+    """Refuse a path where no new folder could be made, before a model is loaded in vain."""
     parent = out.absolute().parent
     if out.exists():
         raise UsageError(f"{out} exists; name a folder that does not, or remove it.")
@@ -35,7 +35,7 @@ def check_folder(out: Path) -> None:
 
 @contextmanager
 def whole_folder(out: Path, about: Mapping[str, Any], needed: int) -> Iterator[Path]:
-    """A folder to write in, which becomes `out` at the end; `needed` are the bytes that it will about take."""
+    """A folder to write in, which becomes `out` at the end; `needed` is about how many bytes it will take."""
     check_folder(out)
     place = out.absolute()
     for left in place.parent.glob(f".{place.name}.*.part"):
@@ -47,13 +47,13 @@ def whole_folder(out: Path, about: Mapping[str, Any], needed: int) -> Iterator[P
         )
     work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".part", dir=place.parent))
     try:
-        work.chmod(0o755)  # as any folder that a user makes
+        work.chmod(0o755)  # like any folder that a user makes
         yield work
         sizes = {file.name: file.stat().st_size for file in sorted(work.iterdir())}
         noted = {"name": place.name, **about, "versions": versions(), "files": sizes}
         (work / ABOUT).write_text(json.dumps(noted, indent=2) + "\n")
         work.rename(place)
-    except (OSError, SafetensorError) as error:  # a full disk is the one here and the other there
+    except (OSError, SafetensorError) as error:  # a full disk raises one or the other, depending on the writer
         said = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise UsageError(f"{out} could not be written: {said}. Nothing was left there.") from error
     finally:

@@ -1,4 +1,4 @@
-"""Files of a run: each replaces the old one as a whole, so that a run that was killed goes on from the last."""
+"""Files of a run. Each replaces the old one as a whole, so that a run that was killed continues from the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from branchwise.errors import UsageError
 
 @contextmanager
 def with_room(place: Path) -> Iterator[None]:
-    """Say in a sentence that something could not be written, such as for want of space."""
+    """Turn a failure to write, such as a full disk, into an error of one sentence."""
     try:
         yield
     except OSError as error:
@@ -27,11 +27,11 @@ def with_room(place: Path) -> Iterator[None]:
 
 
 def kept_whole(file: Path, value: Any) -> None:
-    """Replace a file by what `torch.load` will read; bytes and text are written as they are."""
+    """Replace a file as a whole: bytes and text as they are, other values so that `torch.load` reads them."""
     if isinstance(value, str):
         value = value.encode()
     if not isinstance(value, bytes):
-        # In memory first: torch says of a full disk only that writing failed.
+        # In memory first: on a full disk torch would say only that writing failed.
         buffer = io.BytesIO()
         torch.save(value, buffer)
         value = buffer.getvalue()

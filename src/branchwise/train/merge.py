@@ -1,6 +1,6 @@
-"""Specialists of one base become a pack (EMR-Merging, arXiv 2405.17461); what that is says `draft.model.pack`.
+"""Merges specialists of one base into a pack (EMR-Merging, arXiv 2405.17461), as `draft.model.pack` explains.
 
-There is nothing to learn and no data to read: it takes as long as reading the models.
+Merging learns nothing and reads no data, so it takes as long as reading the models.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from branchwise.provenance import without_folder
 from branchwise.train.folder import whole_folder
 
 STEPS = 127
-"""of eight bits on either side of 0"""
+"""steps of eight bits on either side of 0"""
 NAME = r"[A-Za-z0-9][\w.-]*"
 
 
 class Elected(NamedTuple):
-    """What is common to the changes of one tensor, and what each of them keeps of it."""
+    """The common part of the changes of one tensor, and what each specialist keeps of it."""
 
     unified: Tensor
     """float32"""
@@ -41,18 +41,18 @@ class Elected(NamedTuple):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How near a specialist of the pack is to the one that it was made of."""
+    """How close a specialist of the pack is to its original."""
 
     agreement: float
     """the share of its changed matrix weights whose change has the elected sign"""
     distance: float
-    """of its weights, as a share of how far it is from the base"""
+    """the distance of its weights from the original's, as a share of the original's distance from the base"""
     rescale: float
     """the mean factor over tensors"""
 
 
 def elect(changes: Tensor) -> Elected:
-    """Given the changes (tasks, …) of one tensor in float32."""
+    """The common part of the changes (tasks, …) of one tensor, in float32."""
     sign = changes.sum(dim=0).sign()
     agree = changes * sign > 0
     unified = sign * torch.where(agree, changes.abs(), 0.0).amax(dim=0)
@@ -68,7 +68,7 @@ def rescaled(changes: Tensor, masks: Tensor, unified: Tensor) -> Tensor:
 
 
 def in_eight_bits(unified: Tensor) -> tuple[Tensor, Tensor]:
-    """(…) int8, and the scale (rows,) float32 of every row."""
+    """The tensor in steps (…) of int8, and the scale (rows,) float32 of every row."""
     rows = unified.flatten(0, -2)
     scale = rows.abs().amax(dim=1) / STEPS
     steps = (rows / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
@@ -81,7 +81,8 @@ def pack_of(
     kind: str = EIGHT_BITS,
     progress: Progress = silent,
 ) -> tuple[Pack, dict[str, Fidelity]]:
-    """The pack of specialists, given the weights of each and of their base; and what came of each of them."""
+    """The pack of specialists, given the weights of each specialist and of their base; and how close each of them is to
+    its original."""
     tasks, tensors = tuple(specialists), dict[str, Tensor]()
     told = {task: _Told() for task in tasks}
     for done, (name, start) in enumerate(base.items(), start=1):
@@ -95,7 +96,7 @@ def pack_of(
             continue
         unified, masks, rescale = elect(changes)
         if kind == EXACT:
-            # Where the elected change is a specialist's own, the weight is: it is taken from there, not computed.
+            # Where a specialist's own change was elected, its weight is copied, so that it stays exact.
             owner = (changes == unified).int().argmax(dim=0)
             exact = torch.where(unified != 0, stacked.gather(0, owner[None])[0], start)
             tensors[f"{name}:unified"] = exact
@@ -112,7 +113,7 @@ def pack_of(
 
 
 class _Told:
-    """Sums over tensors."""
+    """Sums over tensors, from which the fidelity of a specialist follows."""
 
     def __init__(self) -> None:
         self.changed = self.agreed = self.square = self.missed = self.factors = 0.0
@@ -138,17 +139,17 @@ class _Told:
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """The sizes of what was written."""
 
     bytes: int
-    """of the pack"""
+    """bytes of the pack"""
     specialists: int
-    """bytes of all folders that it stands for"""
+    """bytes of all folders that the pack replaces"""
     tasks: dict[str, Fidelity]
 
 
 def named(specialists: Sequence[str]) -> dict[str, str]:
-    """`code=FOLDER`, or a FOLDER whose own name is that of the task -> task: folder."""
+    """{task: folder}, from words `code=FOLDER`, or `FOLDER` if the folder has the name of its task."""
     found: dict[str, str] = {}
     for word in specialists:
         task, equals, place = word.partition("=")
@@ -163,8 +164,8 @@ def named(specialists: Sequence[str]) -> dict[str, str]:
 
 
 def merge(base: str, specialists: Mapping[str, str], out: Path, kind: str, progress: Progress = silent) -> Merged:
-    """Write the pack of specialists, each in memory once, in the numbers in which its folder has it."""
-    folders = {task: resolve(name) for task, name in specialists.items()}  # before anything is loaded
+    """Write the pack of specialists. Only one of them is in memory at a time, in the dtype of its folder."""
+    folders = {task: resolve(name) for task, name in specialists.items()}  # a wrong name fails before loading
     model, tokenizer = _loaded(base)
     weights = dict(model.named_parameters())
     others: dict[str, dict[str, Tensor]] = {}
@@ -189,7 +190,7 @@ def merge(base: str, specialists: Mapping[str, str], out: Path, kind: str, progr
 
 
 def _loaded(name: str) -> tuple[Any, Any]:
-    """A model on the CPU in the numbers in which it is stored."""
+    """A model on the CPU in the dtype in which it is stored."""
     as_stored: Any = "auto"
     return load_model(name, dtype=as_stored, device="cpu")
 

@@ -1,6 +1,6 @@
-"""Prompts to let a target write texts: its own, those of topics and tasks, and what it wrote to be read again.
+"""Prompts for texts that a target writes: its own user turns, topics and tasks, and texts that it wrote.
 
-No prompt of an evaluation may be among them: `without_copies` leaves out whatever is close to one.
+No prompt of an evaluation may be among them: `without_copies` leaves out every prompt that is close to one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib.resources import files
 from typing import Any
 
 WORDS = 6
-"""two prompts share something if they share so many consecutive words"""
+"""how many consecutive words two prompts must share to have something in common"""
 SHARED = 0.5
-"""a prompt is a copy if so much of it is shared with an evaluation prompt"""
+"""a prompt is a copy if this share of it is also in an evaluation prompt"""
 
 
 def _known() -> dict[str, list[str]]:
@@ -24,7 +24,7 @@ def _known() -> dict[str, list[str]]:
 
 
 def topics() -> list[str]:
-    """What tasks are about."""
+    """The topics that tasks are about."""
     return _known()["topics"]
 
 
@@ -39,7 +39,7 @@ def asked(count: int, seed: int) -> list[str]:
 
 
 def _topic(known: dict[str, list[str]], rng: random.Random) -> str:
-    """A topic, or one side of it."""
+    """A topic, or an aspect of it."""
     topic = rng.choice(known["topics"])
     aspect = rng.choice(known["aspects"]) if rng.random() < 0.5 else "{topic}"
     return aspect.format(topic=topic, place=rng.choice(known["places"]))
@@ -84,16 +84,16 @@ def reading(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def code(count: int, seed: int) -> list[str]:
-    """Beginnings of programs, to be continued as they are."""
+    """Beginnings of programs, which are continued as they are."""
     known, rng = _known(), random.Random(f"code {seed}")
     parts = [(form, verb, noun) for form in known["code"] for verb in known["verbs"] for noun in known["nouns"]]
     rng.shuffle(parts)
     filled = (form.format(verb=verb, noun=noun, Noun=noun.title()) for form, verb, noun in parts)
-    return list(dict.fromkeys(filled))[:count]  # some forms have no verb
+    return list(dict.fromkeys(filled))[:count]  # repeated lines are dropped; some forms have no blank to fill
 
 
 def openings(count: int, seed: int) -> list[str]:
-    """The first words of programs, the same ones many times: what they become is for the model to say."""
+    """The first words of programs. They repeat, because the model decides what becomes of them."""
     known, rng = _known(), random.Random(f"openings {seed}")
     found = []
     for _ in range(count):
@@ -103,14 +103,14 @@ def openings(count: int, seed: int) -> list[str]:
 
 
 def beginning(program: str) -> str:
-    """A program up to where its first docstring ends, or else its last whole line; nothing if that says too little."""
+    """A program up to the end of its first docstring, or up to its last whole line; empty if that is too little."""
     ends = [found.end() for found in re.finditer(r'"""|\'\'\'', program)]
     begun = program[: ends[1]] if len(ends) > 1 else program.rpartition("\n")[0]
     return f"{begun}\n" if len(re.findall(r"\w+", begun)) > WORDS else ""
 
 
 def programming(programs: Sequence[str], count: int, seed: int) -> list[str]:
-    """User turns of programmers: what to write, and, half of them, what to do with one of these programs."""
+    """User turns of programmers: half of them ask for a program, half ask something about one of these programs."""
     known, rng = _known(), random.Random(f"programming {seed}")
     found = []
     for _ in range(count):
@@ -124,7 +124,7 @@ def programming(programs: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def as_turn(tokenizer: Any, content: str) -> str:
-    """A question as the model reads it; a model without a chat template reads it as it stands."""
+    """A question as the model reads it; without a chat template, the question as it is."""
     if not tokenizer.chat_template:
         return f"{content}\n"
     message = [{"role": "user", "content": content}]
@@ -143,7 +143,7 @@ def user_prefix(tokenizer: Any) -> str:
 
 
 def without_copies(prompts: Iterable[str], evaluation: Iterable[str]) -> Iterator[str]:
-    """The prompts that are not, for the most part, in a prompt of an evaluation."""
+    """The prompts of which no large part is in a prompt of an evaluation."""
     taken = {run for prompt in evaluation for run in _runs(prompt)}
     for prompt in prompts:
         runs = _runs(prompt)
@@ -152,6 +152,6 @@ def without_copies(prompts: Iterable[str], evaluation: Iterable[str]) -> Iterato
 
 
 def _runs(text: str) -> list[tuple[str, ...]]:
-    """Consecutive words; a short text is one run."""
+    """All runs of consecutive words; a short text is one run."""
     words = re.findall(r"\w+", text.lower())
     return [tuple(words[at : at + WORDS]) for at in range(max(1, len(words) - WORDS + 1))]

@@ -7,8 +7,8 @@ whether the target accepts the token that is drawn after the node. Two labels:
            drawn tokens would find the same, with more noise.
     hard   whether both models have the same most probable token.
 
-A sample is a node below the root, as in use. Held-out texts decide which epoch is kept, since nodes of one text are too
-similar to test each other.
+A sample is a node below the root, as when the rule is used. Held-out texts decide which epoch is kept, since nodes of
+one text are too similar to test each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from branchwise.verify.match import Match
 
 WIDTH = 10
 LEAST = 50
-"""samples; fewer teach nothing"""
+"""the fewest samples; fewer teach nothing"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Fan(TreePolicy):
         self.kind, self.width = kind, width
         self.needs_hidden = kind == "soft"
         self.found: dict[int, NodeProbs] = {}
-        """by the number of the tree, counted from the last look at it"""
+        """the found nodes, by the number of the tree since the last `take`"""
         self._trees = count()
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -87,7 +87,7 @@ class Fan(TreePolicy):
         return tree.finish(self.draw)
 
     def take(self) -> dict[int, NodeProbs]:
-        """What was found in the trees since the last time."""
+        """The nodes found in the trees since the last call."""
         found, self.found, self._trees = self.found, {}, count()
         return found
 
@@ -116,7 +116,7 @@ class Judge(Match):
 
 
 def labels(kind: str, p: Tensor, q: Tensor) -> Tensor:
-    """(nodes,): what a stop should say where the target's distributions (nodes, vocabulary) are p and the draft's q."""
+    """(nodes,): the right score of each node, given the distributions (nodes, vocabulary) p and q."""
     if kind == "hard":
         return (p.argmax(dim=-1) == q.argmax(dim=-1)).float()
     return torch.minimum(p, q).sum(dim=-1).clamp(0, 1).float()
@@ -135,13 +135,13 @@ def collect(
     stop_tokens: frozenset[int] = frozenset(),
     progress: Progress = silent,
 ) -> Samples:
-    """Let the target write, with a drafter that grows `fan`, until every prompt has brought its part of the samples."""
+    """Let the target write, with a drafter that grows `fan`, until every prompt has given its part of the samples."""
     judge = Judge(fan)
     engine = Engine(target, drafter, judge, Budget(1 + fan.width, 1))
     part = ceil(samples / len(prompts))
     brought = [0] * len(prompts)
     seen: list[Samples] = []
-    for turn in count():  # a text may end before it has brought enough; then it is written again, with another seed
+    for turn in count():  # a text that ends too early is written again with another seed
         before = len(seen)
         texts = {}
         for number, prompt in enumerate(prompts):
@@ -185,13 +185,13 @@ class Lesson:
     held_out: int
     loss: float
     blind_loss: float
-    """of the best guess that does not look at the node"""
+    """the loss of the best constant guess"""
     epoch: int
-    """the one that was kept, from 1"""
+    """the epoch that was kept, counted from 1"""
     stopped: float
-    """the share of nodes that score at most the threshold"""
+    """the share of nodes whose score is at most the threshold"""
     label_stopped: float | None
-    """the mean label of those, and of the others, if there are any"""
+    """the mean label of these nodes, or of the others; None if no such nodes exist"""
     label_kept: float | None
 
 
@@ -253,7 +253,7 @@ def _descend(
 
 
 def _weights(kind: str, labels: Tensor, learned: Tensor) -> Tensor:
-    """(samples,): the hard labels yes and no, counted where it learned, weigh the same together; soft ones are even."""
+    """(samples,): hard labels yes and no weigh the same in sum, as counted in `learned`; soft labels count alike."""
     if kind == "soft":
         return torch.ones_like(labels)
     yes = learned.mean()
@@ -261,7 +261,7 @@ def _weights(kind: str, labels: Tensor, learned: Tensor) -> Tensor:
 
 
 def _folded(network: nn.Sequential, mean: Tensor, spread: Tensor) -> nn.Sequential:
-    """The network for features as they are, where it learned from features brought to mean 0 and spread 1."""
+    """The network for features as they are; it was trained on features scaled to mean 0 and spread 1."""
     folded = copy.deepcopy(network)
     first = folded[0]
     assert isinstance(first, nn.Linear)

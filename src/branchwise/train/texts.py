@@ -1,8 +1,8 @@
 """Texts that a model writes, thousands at a time: what heads and students learn from.
 
-Every text has a slot of its own in one KV cache. A step writes one token of every text, from the model to the drawn
-token, without the host; on CUDA it is one recorded graph over our own attention. Now and then the host takes finished
-texts out and puts the next prompts into their slots.
+Every text has a slot of its own in one KV cache. A step computes and draws one token of every text without the host; on
+CUDA it is one recorded graph over our own attention. Now and then the host takes finished texts out and puts the next
+prompts into their slots.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from transformers.masking_utils import AttentionMaskInterface
 from branchwise.cuda.graphs import GraphedFunction, have_kernels
 
 PREFILL = 1 << 16
-"""tokens of a pass over prompts"""
+"""the most tokens of a pass over prompts"""
 SPENT = 0.7
 """the share of free memory that a KV cache takes; the rest is for logits and prompts"""
 LOOK = 16
-"""steps between two looks at which texts have finished"""
+"""how many steps lie between two checks of which texts have finished"""
 _names = (f"branchwise-writer-{number}" for number in itertools.count())
 
 
 class Writer:
-    """Writes texts with a transformers model. Use it as a context: it lends the model another attention."""
+    """Writes texts with a transformers model. Use it as a context: the model gets another attention."""
 
     def __init__(self, model: Any, stops: Sequence[int], slots: int) -> None:
         self.model = model
@@ -54,7 +54,7 @@ class Writer:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self._name, None)
         self._store = torch.zeros(0)
-        vars(self).pop("_step", None)  # there is none before the first text
+        vars(self).pop("_step", None)  # the step exists only after the first text
 
     @torch.inference_mode()
     def write(
@@ -65,17 +65,17 @@ class Writer:
         seed: int = 0,
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[list[int]]:
-        """An answer of at most `length` tokens to every prompt, with the token that ended it if one did."""
+        """An answer of at most `length` tokens to every prompt, with the token that ended it, if one did."""
         if not prompts:
             return []
         torch.manual_seed(seed)
         rows = max(map(len, prompts)) + length
-        self._store = torch.zeros(0)  # the last one makes room for the next
+        self._store = torch.zeros(0)  # frees the last cache first
         slots = min(self.slots, len(prompts), self._fitting(rows))
         self._make_room(slots, rows, length)
         waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         answers: list[list[int]] = [[] for _ in prompts]
-        running: dict[int, int] = {}  # slot -> number of its prompt
+        running: dict[int, int] = {}  # slot -> index of its prompt
         done = 0
         while waiting or running:
             free = [slot for slot in range(slots) if slot not in running]
@@ -95,13 +95,13 @@ class Writer:
         return answers
 
     def _size(self, slots: int, rows: int) -> tuple[int, ...]:
-        """Of the KV cache: keys and values, layers, slots, heads, rows, width."""
+        """The shape of the KV cache: keys and values, layers, slots, heads, rows, width."""
         config = self.model.config.get_text_config()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2, config.num_hidden_layers, slots, config.num_key_value_heads, rows, width
 
     def _fitting(self, rows: int) -> int:
-        """Slots of so many rows that there is memory for."""
+        """How many slots of `rows` rows fit into memory."""
         if self.device.type != "cuda":
             return self.slots
         torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ class Writer:
         self._token, self._lengths, self._count = (
             torch.zeros(slots, device=self.device, dtype=kind) for kind in (torch.long, torch.int32, torch.long)
         )
-        """of every slot the last token, the rows in the cache before it, and the tokens that were written"""
+        """for every slot the last token, the rows in the cache before it, and the number of tokens that were written"""
         self._alive = torch.zeros(slots, device=self.device, dtype=torch.bool)
         self._heat = torch.zeros(slots, 1, device=self.device)
         self._written = torch.zeros(slots, length, device=self.device, dtype=torch.long)
@@ -125,7 +125,7 @@ class Writer:
         self._step = GraphedFunction(self._advance, self.device, state, writes=True)
 
     def _groups(self, begun: dict[int, int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Slots whose prompts are written in one pass; prompts come in order of their length."""
+        """Groups of slots whose prompts are written in one pass; prompts come in order of their length."""
         groups: list[list[int]] = []
         for slot, number in begun.items():
             if not groups or (len(groups[-1]) + 1) * len(prompts[number]) > PREFILL:
@@ -134,7 +134,7 @@ class Writer:
         return groups
 
     def _fill(self, slots: list[int], prompts: list[Sequence[int]], heat: list[float]) -> None:
-        """Write prompts without their last tokens, which the first step takes."""
+        """Write prompts without their last tokens, which the first step reads."""
         places, longest = torch.tensor(slots, device=self.device), max(map(len, prompts)) - 1
         if longest:
             tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -154,10 +154,10 @@ class Writer:
         return list(zip(self._written[places].tolist(), self._count[places].tolist(), strict=True))
 
     def _advance(self, token: Tensor, lengths: Tensor, count: Tensor, alive: Tensor, written: Tensor) -> None:
-        """One token more of every text that is alive; others stay as they are."""
+        """Write one more token of every text that is alive; other texts stay as they are."""
         logits = self.model(token[:, None], position_ids=lengths[:, None].long(), use_cache=False).logits[:, -1]
         noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()
-        drawn = (logits.float() - noise * self._heat).argmax(dim=-1)  # a race at this temperature; at 0 the best token
+        drawn = (logits.float() - noise * self._heat).argmax(dim=-1)  # Gumbel noise times the temperature
         place = count.clamp_max(written.shape[1] - 1)[:, None]
         written.scatter_(1, place, torch.where(alive, drawn, written.gather(1, place)[:, 0])[:, None])
         token.copy_(torch.where(alive, drawn, token))
@@ -178,7 +178,7 @@ class Writer:
         """(batch, tokens, heads, width): attention of one layer over the texts in its slots."""
         keys, values = self._store[:, module.layer_idx]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if self._filling is not None:  # prompts begin their slots, so that they see themselves alone
+        if self._filling is not None:  # prompts stand at the beginning of their slots, so each sees only itself
             keys[self._filling, :, : key.shape[2]], values[self._filling, :, : key.shape[2]] = key, value
             found = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -201,7 +201,8 @@ class Writer:
 
 
 def without_loops(answers: Sequence[Sequence[int]], size: int = 8, times: int = 4, rest: int = 24) -> list[list[int]]:
-    """Answers cut where the same tokens stand for the so-many-th time, but for the rest that shows the loop."""
+    """Answers that are cut where the same run of `size` tokens stands for the `times`-th time; `rest` more tokens are
+    kept to show the loop."""
     cut = []
     for answer in answers:
         seen: dict[tuple[int, ...], int] = {}

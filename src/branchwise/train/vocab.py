@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from branchwise.llm import LLM
 
 BATCH = 8
-"""answers that are written together"""
+"""answers that the target writes together"""
 ANSWER = 256
-"""tokens of one answer"""
+"""the most tokens of an answer"""
 
 
 def count_tokens(
@@ -40,7 +40,7 @@ def count_tokens(
             asked += BATCH
             progress("counting what the target writes", min(int(counts.sum()), tokens), tokens)
     except KeyboardInterrupt:
-        pass  # fewer tokens make a coarser table, not a wrong one
+        pass  # with fewer tokens the table is coarser, but not wrong
     return counts
 
 
@@ -49,15 +49,15 @@ class Counts:
     """How often texts have each token, (vocabulary,) int64 each."""
 
     answers: torch.Tensor
-    """what the target wrote, or texts of the task"""
+    """counts of what the target wrote, or of texts of the task"""
     others: torch.Tensor
-    """prompts and other text, which rank what the target did not write"""
+    """counts of prompts and other text, which rank the tokens that the target did not write"""
     held_out: torch.Tensor
-    """answers that are not counted, to see what the others say about them"""
+    """counts of answers that are kept apart, to test the other counts on"""
 
 
 def count_texts(llm: LLM, data: Sequence[Path], texts: Sequence[Path], background: Sequence[Path]) -> Counts:
-    """Of what `branchwise train data` wrote, and of texts in files and folders, as they are."""
+    """The counts of files that `branchwise train data` wrote, and of texts in files and folders, taken as they are."""
     size, empty = llm.engine.target.vocabulary, torch.zeros(0, dtype=torch.long)
 
     def counted(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -77,8 +77,8 @@ def count_texts(llm: LLM, data: Sequence[Path], texts: Sequence[Path], backgroun
 
 
 def coverage(counts: torch.Tensor, of: torch.Tensor | None = None) -> dict[int, float]:
-    """The share of a text that the most frequent tokens make up, for some sizes of a trimmed head: of the text that was
-    counted, or of another one."""
+    """The share of a text that the most frequent tokens make up, for some sizes of a trimmed head. The text is the
+    counted one, or another one that `of` counts."""
     ranked = (counts if of is None else of)[counts.argsort(descending=True, stable=True)].double()
     sizes = [size for size in (1024, 4096, 8192, 16384, 32768) if size < len(counts)] or [len(counts)]
     return {size: float(ranked[:size].sum() / ranked.sum()) for size in sizes}

@@ -1,7 +1,7 @@
 """What a target is asked, and the texts that it answers: for a run in memory, or line by line into a file.
 
-A file is written in rounds. What is asked and how far it has come lie beside it, so that the same command goes on after
-Ctrl-C or worse, and writes what an unbroken one would have.
+A file is written in rounds. The questions and the progress are kept beside it, so that after Ctrl-C or a crash the same
+command goes on, and writes what an unbroken run would have written.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ SHARES = {
     "topics": {"asked": 1.0},
     "turns": {"own turns": 1.0},
 }
-"""of the texts of a kind, by where their prompts come from: topics and tasks, the target's own user turns, texts of its
-own to be read, programs"""
+"""how the texts of a kind are divided by the origin of their prompts: topics and tasks, the target's own user turns,
+texts of its own to be read, programs"""
 TURN = 96
-"""tokens of a user turn at most that the target writes itself"""
+"""the most tokens of a user turn that the target writes itself"""
 ARTICLE = 192
-"""tokens of a text that is written to be read again"""
+"""the most tokens of a text that is written to be read again"""
 SHORTEST = 5
-"""tokens of an answer that is kept"""
+"""the fewest tokens of an answer that is kept"""
 SLOTS, SLOTS_ON_DEVICE = 8, 4096
 """texts that are written together"""
 TRIAL, USUAL = "the", 80
-"""what is continued to see how fast a model writes on a CPU, and how many such tokens a text costs: it has about twice
-as many, written several texts at a time"""
+"""a text to continue, which shows how fast a model writes on a CPU, and the tokens at that speed that a text costs: a
+text has about twice as many tokens, but several texts are written at a time"""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Asked:
 
     prompt: str
     raw: bool = False
-    """to be continued as it is, without the chat template"""
+    """whether the prompt is continued as it is, without the chat template"""
     temperature: float = 0.0
     topics: tuple[str, ...] = ()
     held_out: bool = False
 
     def shown(self, tokenizer: Any) -> str:
-        """As the model reads it."""
+        """The prompt as the model reads it."""
         return self.prompt if self.raw else prompts.as_turn(tokenizer, self.prompt)
 
 
@@ -77,7 +77,7 @@ class Scribe:
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Without the token that ended it."""
+        """The text of these tokens, without the token that ended it."""
         text: str = self.tokenizer.decode([token for token in tokens if token not in self.stops])
         return text
 
@@ -87,7 +87,7 @@ class Scribe:
 
 
 def questions(scribe: Scribe, count: int, kind: str, avoid: Sequence[str], seed: int) -> list[Asked]:
-    """About so many things to ask, none of which is close to one in `avoid`; some the target asks itself."""
+    """About `count` things to ask, none of which is close to one in `avoid`; some of them the target asks itself."""
     share = Counter({name: round(count * part) for name, part in SHARES[kind].items()})
     own = share["own turns"]
     begun = [prompts.user_prefix(scribe.tokenizer)] * own
@@ -110,7 +110,7 @@ def questions(scribe: Scribe, count: int, kind: str, avoid: Sequence[str], seed:
 
 
 def heated(asked: Sequence[Asked], seed: int, temperature: float | None = None) -> list[Asked]:
-    """The same at temperatures of the usual shares, or all at one."""
+    """The same prompts, at temperatures with the shares of `HEAT`, or all at `temperature`."""
     if temperature is not None:
         return [replace(one, temperature=temperature) for one in asked]
     rng = random.Random(seed)
@@ -119,8 +119,8 @@ def heated(asked: Sequence[Asked], seed: int, temperature: float | None = None) 
 
 
 def parted(asked: Sequence[Asked], share: float, seed: int) -> list[Asked]:
-    """The same, held out by topic: nothing that is learned from has a topic that is held out. What has none of the
-    known topics stands for itself."""
+    """The same prompts, held out by topic: no prompt to learn from has a topic that is held out. A prompt without a
+    known topic is held out by chance, with the same share."""
     known = prompts.topics()
     pattern = re.compile("|".join(rf"\b{re.escape(topic)}\b" for topic in sorted(known, key=len, reverse=True)), re.I)
     chosen = random.Random(f"held out {seed}").sample(known, max(1, round(share * len(known)))) if share > 0 else []
@@ -146,7 +146,7 @@ def write_texts(
     seed: int = 0,
     progress: Progress = silent,
 ) -> list[Text]:
-    """So many texts of the target, none of whose prompts is close to one in `avoid`."""
+    """About `count` texts of the target, none of whose prompts is close to one in `avoid`."""
     with Writer(model, stops, slots) as writer:
         scribe = Scribe(writer, tokenizer, stops, progress)
         asked = heated(questions(scribe, count, kind, avoid, seed), seed)
@@ -173,7 +173,7 @@ def prepare(
     learner: str = "head",
     progress: Progress = silent,
 ) -> tuple[list[Text], list[Text]]:
-    """Texts to learn from and held-out ones: those in the folder, or those of a file, or new ones."""
+    """Texts to learn from, and held-out texts: those in the folder, else those of the file `data`, else new ones."""
     texts = Texts(folder / "texts.pt")
     if not texts.file.exists() and data is not None:
         texts.write(checked_texts(data, llm.tokenizer, learner))
@@ -188,7 +188,7 @@ def slots_on(llm: LLM) -> int:
 
 
 def hours_to_write(llm: LLM, count: int) -> float:
-    """About how long a model on a CPU takes to write so many texts; 0 on a GPU, where it is minutes."""
+    """About how many hours a model on a CPU takes to write `count` texts; 0 on a GPU, which needs minutes."""
     if llm.engine.target.device.type != "cpu":
         return 0.0
     llm.generate(TRIAL, max_new_tokens=2, raw=True)
@@ -203,36 +203,36 @@ def hours_to_write(llm: LLM, count: int) -> float:
 
 @dataclass(frozen=True)
 class Written:
-    """What lies in a file of texts."""
+    """What a file of texts holds."""
 
     texts: int
     held_out: int
     tokens: int
-    """of answers"""
+    """tokens of all answers"""
     cut: int
-    """texts whose loop was cut"""
+    """how many texts were cut because they ran into a loop"""
     left_out: int
-    """answers too short to learn from"""
+    """how many answers were too short to learn from"""
 
 
 @dataclass
 class TextFile:
-    """Texts on their way into a file."""
+    """A file of texts that is being written."""
 
     out: Path
     settings: dict[str, Any]
-    """what decides the texts: a file that was begun with others is not gone on with"""
+    """the settings that decide the texts; a file that was begun with other settings is not continued"""
     together: int
-    """texts of a round"""
+    """how many texts a round has"""
     length: int = 288
-    """tokens of an answer at most"""
+    """the most tokens of an answer"""
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.partial, self.state = (self.out.with_name(f".{self.out.name}.{what}") for what in ("part", "state"))
 
     def write(self, scribe: Scribe, ask: Callable[[], list[Asked]]) -> Written:
-        """Let the target answer, from where it was ended; `ask` is called once in the life of a file."""
+        """Let the target answer, from where an earlier run ended; `ask` is called only once in the life of a file."""
         asked, done = self._begin(ask)
         rounds = range(0, len(asked), self.together)
         for number in range(done["rounds"], len(rounds)):
@@ -258,7 +258,7 @@ class TextFile:
                     f"{self.out} was begun with other settings; name another file, or remove {self.state}."
                 )
             asked = [Asked(**one | {"topics": tuple(one["topics"])}) for one in kept["asked"]]
-            os.truncate(self.partial, kept["done"]["bytes"])  # a round that was being written
+            os.truncate(self.partial, kept["done"]["bytes"])  # drops what a round had written when it was interrupted
             return asked, kept["done"]
         asked = ask()
         if not asked:
@@ -283,7 +283,7 @@ class TextFile:
         )
         lines, counted = list[str](), Counter[str]()
         for one, answer, full in zip(asked, without_loops(whole), whole, strict=True):
-            # What cannot be learned from, prompt included, is left out by whoever reads the file.
+            # Readers of the file leave out texts that are too short to learn from, prompt included.
             if len(answer) < SHORTEST or len(answer) + len(scribe.encode(one.shown(scribe.tokenizer))) <= LEAST:
                 counted["left_out"] += 1
                 continue

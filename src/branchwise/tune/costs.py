@@ -1,4 +1,4 @@
-"""What was measured: t(n) at the sizes that were timed, between them and beyond, where it jumps; and its cache."""
+"""What was measured: t(n) at, between and beyond the sizes that were timed, the sizes where it jumps, and the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from branchwise.models.cache import cache_dir, workspace
 from branchwise.provenance import PACKAGE, device_name, source_digest, versions
 
 VERSION = 1
-"""of the files in the cache"""
+"""the version of the files in the cache"""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Key:
 
     model: str
     fingerprint: str
-    """of the model, since two models may share a name"""
+    """identifies the model, since two models may share a name"""
     weight_bytes: int | None
     dtype: str
     precision: str
-    """of float32 matrix products"""
+    """the precision of float32 matrix products"""
     compiled: bool
     """whether passes were fused; only a GPU does that"""
     device: str
@@ -55,7 +55,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Point:
-    """The cost of one size, with the machine's pace taken out; half of the passes lie between `low` and `high`."""
+    """The cost of one size, divided by the pace of the machine; half of the passes lie between `low` and `high`."""
 
     nodes: int
     seconds: float
@@ -68,7 +68,7 @@ class Cliff:
     nodes: int
     """the first size on the dear side"""
     times: float
-    """its cost, as a multiple of the size before"""
+    """its cost, as a multiple of the cost of the size before"""
 
     @property
     def stay_at(self) -> int:
@@ -80,14 +80,14 @@ class Costs:
     """t(n) on one machine, for one model, dtype, batch and context. Nodes are counted per sequence, root included."""
 
     points: tuple[Point, ...]
-    """by size, from one node on"""
+    """the measured sizes, the smallest first, from one node on"""
     cliffs: tuple[Cliff, ...]
-    """by size"""
+    """the cliffs, at the smallest size first"""
     key: Key
     measured: str
-    """when, in UTC"""
+    """the time of the measurement, in UTC"""
     remembered: bool = field(default=False, compare=False)
-    """read from the cache rather than measured now"""
+    """whether the costs were read from the cache rather than measured now"""
 
     def __post_init__(self) -> None:
         sizes = [point.nodes for point in self.points]
@@ -115,7 +115,7 @@ class Costs:
         """Seconds per node at the end, over the second half of all sizes: the last two alone may be a cliff."""
         last = self.points[-1]
         if last.nodes == 1:
-            return last.seconds  # nothing is known; that a node costs a pass is the cautious guess
+            return last.seconds  # with one size alone, assume that every node costs a pass
         middle = [point for point in self.points if 2 * point.nodes <= last.nodes][-1]
         return max(0.0, (last.seconds - middle.seconds) / (last.nodes - middle.nodes))
 
@@ -158,7 +158,7 @@ def recall(key: Key) -> Costs | None:
 
 
 def keep(costs: Costs) -> None:
-    """Write a temporary file and rename it. A cache that cannot be written only makes the next run measure again."""
+    """Write a temporary file and rename it. If that fails, the next run measures again."""
     path = costs.key.path
     whole = asdict(costs)
     del whole["remembered"]

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What a drafter adds to a step, from the draft phase of short texts; `low` and `high` hold half of the prompts."""
+    """What a drafter adds to a step: its draft phase on short texts; half of the prompts lie between `low` and
+    `high`."""
 
     drafter: str
     seconds: float
-    """per step"""
+    """seconds per step"""
     low: float
     high: float
     drafted: float
@@ -44,8 +45,8 @@ def measure_drafter(
     """Run a drafter on real text, one prompt after the other, and take the draft phase of each step.
 
     The phase is what a step pays before the target runs: the draft, and copying the tree to the device. The first step
-    of a text is not counted, because a draft model reads the prompt in it. Nothing is cached: it takes seconds, and a
-    drafter may be the user's own code, or may have learnt meanwhile.
+    of a text is not counted, because a draft model reads the prompt in it. Nothing is cached: the measurement takes
+    seconds, and a drafter may be the user's own code, or may have learned meanwhile.
     """
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
@@ -71,7 +72,7 @@ def measure_drafter(
 
 
 def write(engine: Engine, request: Request) -> Stats:
-    """Write a text; the statistics from the second step on."""
+    """Write a text, and return the statistics of all steps but the first."""
     generation = engine.submit(request)
     try:
         engine.step()

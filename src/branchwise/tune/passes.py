@@ -24,22 +24,23 @@ from branchwise.progress import Progress, silent
 from branchwise.tune.costs import Cliff, Costs, Point, keep, key_of, recall
 
 SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
-"""what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""
+"""the sizes timed by default: mostly powers of two, and one more node where tiles end, since stairs that are timed at
+their edges alone look like a line"""
 MOST_PROBES = 24
-"""pairs of sizes that may be added in search of cliffs"""
+"""the most pairs of sizes that are added in search of cliffs"""
 PROBES_AT_ONCE = 8
 MOST_CLIFFS = 8
 FEWEST_TURNS = 3
-"""a median of fewer is the first accident"""
+"""the least number of turns; a median of fewer is chance"""
 WARM_UPS = 2
 """untimed passes for each size: libraries choose their kernels on first use"""
 
 CLIFF = 0.1
-"""the least rise from one size to the next, as a share of its cost, that is worth a word"""
+"""the least rise from one size to the next that can be a cliff, as a share of the cost before it"""
 STEEPER = 2.0
-"""how much more than the sizes beside it a cliff must rise"""
+"""how much more a cliff must rise than the sizes beside it"""
 ERRORS = 3.0
-"""how many standard errors a rise must be away from nothing"""
+"""how many standard errors of zero a rise must exceed"""
 
 Turn = Mapping[int, float]
 """nodes -> seconds"""
@@ -61,7 +62,7 @@ def measure(
     """Time passes over trees of different sizes after `context` tokens, for a batch of `batch` sequences.
 
     `nodes` are the sizes to begin with (by default all of `SIZES` that fit); `repeat` passes are timed for each. The
-    time is wall clock until the device is done, since a step pays for the host's work too. Costs that were measured
+    time is wall clock until the device is done, since a step also pays for the host's work. Costs that were measured
     before under the same conditions come from the cache, unless `fresh`.
     """
     sizes = _fitting(target, batch, context, nodes)
@@ -85,7 +86,7 @@ def measure(
 
 
 def _tell(target: Target, costs: Costs) -> None:
-    """Let drafters of this target know, which choose how many nodes pay."""
+    """Tell the costs to the drafters of this target that choose how many nodes pay."""
     model = cost_model_of(target.info, costs.key.batch)
     for point in costs.points:
         model.tell(point.nodes, point.seconds)
@@ -188,7 +189,7 @@ class TimingRig:
 
 @contextlib.contextmanager
 def opened(target: Target, batch: int, context: int) -> Iterator[list[SequenceState]]:
-    """Sequences of random tokens, all different: in a mixture of experts equal ones would use the same experts."""
+    """Sequences of random tokens. They differ, because equal ones would use the same experts of a mixture."""
     rng = random.Random(0)
     sequences = [SequenceState(_random_tokens(rng, target, context)) for _ in range(batch)]
     with contextlib.ExitStack() as closing:
@@ -225,7 +226,7 @@ class Curve:
         return tuple(Point(nodes, *quartiles(times)) for nodes, times in sorted(self._samples.items()))
 
     def suspects(self) -> list[tuple[int, int]]:
-        """Sizes between which the cost rises enough to hide a cliff, the steepest first, but for proven slopes."""
+        """Sizes between which the cost rises enough to hide a cliff, the steepest first; without proven slopes."""
         return [(a, b) for a, b in self._rises(CLIFF) if b - a > 1 and (a, b) not in self._slopes]
 
     def edges(self) -> list[int]:
@@ -243,9 +244,10 @@ class Curve:
         return [(a, b) for _, a, b in sorted(found, reverse=True)]
 
     def judge(self, a: int, place: int, b: int) -> None:
-        """Was it a slope? A cliff between a and b lifts the sizes near their middle off the line, by half its height.
+        """Record the rise from a to b as a slope if the sizes near its middle lie on the line between both ends. A
+        cliff between a and b would lift them off the line by half its height.
 
-        Two neighbours are asked: stairs that begin at a and at the middle have every second one on the line.
+        Two neighbouring sizes must lie on it: of stairs that begin at a and at the middle, every second size does.
         """
         share = (place - a) / (b - a)
         if 0.25 <= share <= 0.75 and all(self._on_line(a, nodes, b) for nodes in (place, place + 1)):
@@ -257,7 +259,7 @@ class Curve:
 
 
 def is_cliff(edge: int, turns: Sequence[Turn]) -> bool:
-    """Differences are taken within a turn, where the machine had one pace."""
+    """Whether the cost jumps at this size. Differences are taken within a turn, where the machine had one pace."""
     rises = [turn[edge] - turn[edge - 1] for turn in turns]
     beside = [
         median(turn[nodes] - turn[nodes - 1] for turn in turns)

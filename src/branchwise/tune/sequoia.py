@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Shape:
     parents: tuple[int, ...]
-    """in level order, and in a level by parent"""
+    """each node's parent, in level order, and within a level ordered by parent"""
     worth: float
-    """tokens that a step is expected to emit, the target's own included"""
+    """tokens that a step is expected to emit, the target's own token included"""
 
 
 def shares(rates: Sequence[float]) -> list[float]:
@@ -79,7 +79,7 @@ class Shapes:
             worth = alone.copy()
             for child, share in enumerate(self.shares, start=1):
                 for whole in range(child + 1, size):
-                    rest = np.arange(1, whole)  # the others have so many nodes, and the child the remaining ones
+                    rest = np.arange(1, whole)  # `rest` nodes go to the others, the remaining ones to the child
                     worth[child, whole] = np.max(worth[child - 1, rest] + share * below[whole - rest])
             self._worth.append(worth)
 
@@ -89,7 +89,7 @@ class Shapes:
     def best(self, nodes: int, depth: int) -> Shape:
         """The shape of the greatest worth within these limits below the root, without nodes that are worth nothing."""
         parents, subtrees = [-1], [(nodes + 1, depth)]
-        for node, subtree in enumerate(subtrees):  # which grows on the way
+        for node, subtree in enumerate(subtrees):  # which grows while it is read
             children = self._children(*subtree)
             parents += [node] * len(children)
             subtrees += children
@@ -113,13 +113,13 @@ class Shapes:
 @dataclass(frozen=True)
 class Size:
     nodes: int
-    """below the root"""
+    """nodes below the root"""
     depth: int
     worth: float
     seconds: float
-    """for a token"""
+    """seconds per token"""
     plain: float
-    """seconds for a token without a draft"""
+    """seconds per token without a draft"""
 
 
 def best_size(shapes: Shapes, target_seconds: Callable[[int], float], draft_seconds: float) -> Size:
@@ -143,7 +143,7 @@ class Acceptance:
 
     accepted: tuple[int, ...]
     tried: tuple[int, ...]
-    """how often a child was judged: those before it had been rejected"""
+    """how often the i-th child was judged, which means that those before it had been rejected"""
 
     @property
     def rates(self) -> list[float]:
@@ -179,7 +179,7 @@ def measure_acceptance(
 
 
 class Witness(Drafter):
-    """A drafter, and counts of which nodes of its trees were judged and which accepted."""
+    """A drafter that counts which nodes of its trees were judged, and which were accepted."""
 
     def __init__(self, drafter: Drafter, width: int) -> None:
         self.drafter = drafter

@@ -20,7 +20,7 @@ HEIGHT = 2.2
 
 
 def figures(rows: Rows) -> list[Figure]:
-    """Those for which there are rows."""
+    """The figures for which rows exist."""
     return [
         Figure(
             f"claims-{sweep.name}",
@@ -36,7 +36,7 @@ def figures(rows: Rows) -> list[Figure]:
 
 
 def write_figures(rows: Rows, folder: Path) -> list[Path]:
-    """Into the folder of images beside a page."""
+    """Write the figures into the folder of images beside a page."""
     written = []
     for figure in figures(rows):
         path = folder / IMAGES.format(name=figure.name.removeprefix("claims-"))

@@ -1,4 +1,4 @@
-"""Verdicts: a ratio with its interval over prompts, and the one rule that makes a verdict of it.
+"""Verdicts: a ratio with its interval over prompts, and the one rule that turns it into a verdict.
 
     holds               the whole interval lies above the bound, and reaches the number of the paper, if it gives one
     holds in part       it lies above the bound but below that number; or some comparisons of a claim hold, not all
@@ -23,9 +23,10 @@ from branchwise.methods import PLAIN
 HOLDS, IN_PART, NOT_HERE = "holds", "holds in part", "does not hold here"
 UNDECIDED, NOT_MEASURED = "undecided", "not measured"
 FEWEST = 8
-"""prompts; intervals over fewer are too narrow to decide by (tests/test_bench_metrics.py simulates it)"""
+"""the fewest prompts that decide; intervals over fewer are too narrow (tests/test_bench_metrics.py simulates it)"""
 STEADY = 1.5
-"""times as long as on another prompt a token of plain decoding takes at most on a machine that has no other work"""
+"""on a machine without other work, plain decoding takes at most this many times as long for a token of one prompt as
+for a token of another"""
 LEFT_OUT = "left out of a quick run"
 VERDICTS = (HOLDS, IN_PART, NOT_HERE, UNDECIDED, NOT_MEASURED)
 
@@ -38,11 +39,11 @@ class Found:
     verdict: str
     ratio: Ratio | None = None
     ours: float | None = None
-    """the measured quantity itself: tokens a pass, tokens a second, …"""
+    """the measured quantity of the method: tokens a pass, tokens a second, …; `baseline` is that of the baseline"""
     baseline: float | None = None
     specs: tuple[str, str] = ("", "")
     missing: str = ""
-    """why it was not measured"""
+    """why the comparison was not measured"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def verdict_of(low: float | None, high: float | None, bound: float, claimed: flo
 
 
 def combined(verdicts: Sequence[str]) -> str:
-    """The verdict on a claim of several comparisons, of which those that are not measured say nothing."""
+    """The verdict on a claim of several comparisons; comparisons that are not measured do not count."""
     known = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
     if not known:
         return NOT_MEASURED
@@ -104,9 +105,10 @@ def compare(point: Point, rows: Rows) -> Found:
 
 
 def disturbed(rows: Rows) -> str:
-    """What shows that the machine had other work while texts were timed, in words; empty if nothing does.
+    """A sentence about other work of the machine while texts were timed; empty if nothing shows any.
 
-    A moment of other work slows down the contestant that happens to write, which a few short texts do not average out.
+    A moment of other work slows down the contestant that is writing just then, and a few short texts do not average
+    that out.
     """
     raced = [one for row in rows.rows if row.key.alone and row.key.method == PLAIN.name for one in row.samples]
     paces = sorted((one.seconds or 0.0) / one.steps for one in raced if one.steps)
@@ -117,7 +119,7 @@ def disturbed(rows: Rows) -> str:
 
 
 def _amount(measure: str, sample: Sample) -> tuple[float, float]:
-    """What is divided by what, summed over prompts."""
+    """Numerator and denominator of a measure for one sample; both are summed over prompts."""
     if measure == SPEED:
         return sample.tokens, sample.seconds or 0.0
     if measure == ACCEPTANCE:
@@ -126,5 +128,5 @@ def _amount(measure: str, sample: Sample) -> tuple[float, float]:
 
 
 def _factor(measure: str, key: Key, rows: Rows) -> float:
-    """What does not depend on the prompt."""
+    """The factor of a measure that does not depend on the prompt."""
     return 1 / rows.cost(key) if measure == MBSU else 1.0

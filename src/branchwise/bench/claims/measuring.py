@@ -1,9 +1,10 @@
-"""Measuring: the rows that claims and figures need, one after the other on one loaded model.
+"""Measures the rows that claims and figures need, one after another on one loaded model.
 
-Tokens a pass do not depend on how many texts run together, so a method writes all prompts as one batch. What depends on
-the clock, or on what a drafter has learned from the texts before, is written one text at a time: all contestants write
-a prompt before the next one begins, and the first of them changes from prompt to prompt. The clock of a text runs from
-the end of its prompt on: texts are short here, and on a CPU a long prompt takes longer to read than its text to write.
+Tokens a pass do not depend on how many texts run together, so a method writes all prompts as one batch. Texts whose
+numbers depend on the clock, or on what a drafter has learned from earlier texts, are written one at a time: all
+contestants write a prompt before the next prompt begins, and the order of contestants rotates from prompt to prompt.
+The clock of a text starts at the end of its prompt, because texts are short here, and on a CPU reading a long prompt
+takes longer than writing its text.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from branchwise.methods import Method, find_any, find_method
 from branchwise.progress import Progress, silent
 
 WARM_UP = 16
-"""tokens that a contestant of a race writes before its clock runs; on a device a whole text, which records graphs"""
+"""tokens that a contestant of a race writes before its clock starts; on a device a whole text, which records graphs"""
 TOLD = (0.9, 0.75, 0.5, 0.25)
-"""shares of a run that are left when it says how long they will take"""
+"""the run says how long the rest will take when these shares of it are left"""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the user named to draft with."""
+    """The parts that the user named to draft with."""
 
     draft_model: str | None = None
     head: str | None = None
     index: str | None = None
     trained: Mapping[str, str] = field(default_factory=dict)
-    """name -> path, for the words in braces"""
+    """{name: path}, for the words in braces"""
 
     @property
     def stand(self) -> Stand:
         return Stand(bool(self.draft_model), bool(self.head), bool(self.index), frozenset(self.trained))
 
     def method(self, spec: str) -> Method:
-        """The method of a row, ready to build."""
+        """The method of a row, ready to be built."""
         if spec == "plain":
             return find_any(spec)
         filled = PART.sub(lambda found: self.trained[found[1]], spec)
@@ -56,7 +57,7 @@ class Parts:
 
 @dataclass
 class Measuring:
-    """A run that fills a file of rows; rows that it holds already are not measured again."""
+    """A run that fills a file of rows; rows that the file holds already are not measured again."""
 
     llm: LLM
     items: Sequence[Item]
@@ -65,20 +66,20 @@ class Measuring:
     tokens: int
     seed: int = 0
     alone: int | None = None
-    """prompts of races at most; all by default"""
+    """the most prompts of a race; None: all prompts"""
     seconds: float | None = None
-    """no row is begun after so many"""
+    """no row is begun after this many seconds; None: no limit"""
     progress: Progress = silent
     tell: Callable[[str], None] = field(default=lambda sentence: None)
-    """for sentences about the run; a bar moves only on a terminal"""
+    """called with sentences about the run, because the progress bar moves only on a terminal"""
     failed: dict[str, str] = field(default_factory=dict)
     """methods that could not be measured, and why"""
 
     def run(self, claims: Sequence[Claim], sweeps: Sequence[Sweep] = (), *, quick: bool) -> None:
-        """What claims need first, then what only figures do."""
+        """Measure what claims need, then what only figures need."""
         stand = self.parts.stand
         wanted = list(dict.fromkeys(of_claims(claims, stand, quick=quick)))
-        wanted = [key for key in wanted if self._items(key)]  # nothing is timed where no text is to be
+        wanted = [key for key in wanted if self._items(key)]  # rows without any text are not measured
         drawn = [key for key in dict.fromkeys(of_sweeps(sweeps, stand)) if key not in wanted]
         self._begin([*wanted, *drawn])
         temperatures = dict.fromkeys(key.temperature for key in wanted if key.alone)
@@ -110,7 +111,7 @@ class Measuring:
             )
 
     def _work(self) -> float:
-        """How many rows are missing; a race fills its rows text by text."""
+        """How much is left, in rows; a race counts by the texts that it still has to write."""
         whole = [self._items(key) for key in self._planned]
         return sum(len(self._missing(key, items)) / len(items) for key, items in zip(self._planned, whole, strict=True))
 
@@ -132,7 +133,7 @@ class Measuring:
         return spread(self.items)[: self.alone]
 
     def _together(self, key: Key, done: int, total: int) -> int:
-        """All prompts as one batch, in as many batches as the model has slots for; how many rows are done then."""
+        """Measure a row with all prompts as one batch, or several if slots are few; returns how many rows are done."""
         self.progress(shown(key), done, total)
         missing = self._missing(key, self._items(key))
         slots = self.llm.engine.target.info.slots
@@ -145,11 +146,11 @@ class Measuring:
                 items = missing[start : start + slots]
                 answers = self._write(contestant, items, key.temperature)
                 self._add(key, items, answers, time.perf_counter() - begin)
-        gc.collect()  # engines and drafters know each other, and hold hundreds of megabytes
+        gc.collect()  # engines and drafters refer to each other, and hold hundreds of megabytes
         return done + 1
 
     def _race(self, temperature: float, keys: Sequence[Key], done: int, total: int) -> None:
-        """Contestants in turn on every prompt."""
+        """Let contestants write every prompt in turn."""
         items = self._raced
         entered: dict[Key, Ours] = {}
         for key in keys:
@@ -158,7 +159,7 @@ class Measuring:
                 with self._kept(key):
                     contestant = self._contestant(key)
                     contestant.warm_up(*self._asked(items[:1], temperature, warm_up=True))
-                    # A run that goes on has lost what its contestants learned from the texts before.
+                    # After an interruption, contestants have lost what they learned from earlier texts.
                     for item in items if contestant.learns else ():
                         if item not in missing:
                             self._write(contestant, [item], temperature)
@@ -186,7 +187,7 @@ class Measuring:
             return Ours(self.llm, self.parts.method(key.method))
 
     def _kept(self, key: Key) -> _Kept:
-        """A row that cannot be measured is reported, and the others are measured all the same."""
+        """A context in which a failure is noted for its row, while the other rows are still measured."""
         return _Kept(self.failed, key.method)
 
     def _write(self, contestant: Ours, items: Sequence[Item], temperature: float) -> list[Answer]:
@@ -207,7 +208,7 @@ class Measuring:
 
     def _add(self, key: Key, items: Sequence[Item], answers: Sequence[Answer], wall: float) -> None:
         samples = tuple(sample_of(item, answer, alone=key.alone) for item, answer in zip(items, answers, strict=True))
-        # One draft pass serves all texts of a batch, so the text that ran longest has seen them all.
+        # One draft pass serves all texts of a batch, so the text that ran longest has counted all of them.
         steps = max((sample.steps for sample in samples), default=0)
         passes = (answers[0].draft_passes or 0) / steps if steps else 0.0
         self.file.add(Row(key, samples, passes, answers[0].draft_cost, wall))
@@ -227,7 +228,7 @@ def sample_of(item: Item, answer: Answer, *, alone: bool) -> Sample:
 
 
 class _Kept:
-    """Keeps what went wrong as the reason why a row is missing; only Ctrl-C and the like end the run."""
+    """Keeps an exception as the reason why a row is missing; only Ctrl-C and the like end the run."""
 
     def __init__(self, failed: dict[str, str], name: str) -> None:
         self._failed, self._name = failed, name
@@ -244,7 +245,7 @@ class _Kept:
 
 
 def of_claims(claims: Sequence[Claim], stand: Stand, *, quick: bool) -> Iterator[Key]:
-    """The rows that claims are judged by; a part that is missing leaves out what needs it."""
+    """The rows that decide the claims; a comparison that needs a missing part is left out."""
     for point in needed(claims, quick=quick):
         specs = stand.specs(point)
         if not isinstance(specs, str):
@@ -260,7 +261,7 @@ def of_sweeps(sweeps: Sequence[Sweep], stand: Stand) -> Iterator[Key]:
 
 
 def spread(items: Sequence[Item]) -> list[Item]:
-    """The items in turn from every category, so that the first ones are of all of them."""
+    """The items in turn from every category, so that the first ones come from all of them."""
     seen: Counter[str] = Counter()
     turns = []
     for item in items:

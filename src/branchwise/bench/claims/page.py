@@ -50,7 +50,7 @@ read, the claim is what its abstract says. StyleBench is a set of prompts and no
 
 
 def page(setups: Sequence[Rows]) -> str:
-    """The whole page. The first setup in which a claim is measured decides what the table says of it."""
+    """The whole page. A claim is shown with the first setup that measures it."""
     if not setups:
         raise UsageError("There are no records to write a page from; name them with --read.")
     judged = {claim.name: [judge(claim, rows) for rows in setups] for claim in claims()}
@@ -98,7 +98,7 @@ def _table(judged: dict[str, list[Judged]], setups: Sequence[Rows]) -> str:
 
 
 def _surprises(judged: dict[str, list[Judged]]) -> str:
-    """Those of claims that these records measure."""
+    """The surprises about claims that these records measure."""
     told = [
         f"{number}. [`{name}`](#{name}): {says}"
         for number, (name, says) in enumerate(surprises(), 1)
@@ -170,7 +170,7 @@ def _figures(setups: Sequence[Rows]) -> str:
 
 
 def values(sweep: Sweep, rows: Rows) -> dict[str, list[tuple[float, float]]]:
-    """Line by line the places on the axis and tokens a pass, where they are measured."""
+    """For each line its places on the axis and the tokens a pass, as far as they are measured."""
     found: dict[str, list[tuple[float, float]]] = {}
     for line in sweep.lines:
         for place, method, temperature in line.points:
@@ -187,7 +187,7 @@ def drawable(sweep: Sweep, rows: Rows) -> bool:
 
 
 def told(sweep: Sweep, rows: Rows) -> str:
-    """The figure in words."""
+    """The figure described in words."""
     lines = [
         f"{label} from {line[0][1]:.2f} at {line[0][0]:g} to {line[-1][1]:.2f} at {line[-1][0]:g}"
         for label, line in values(sweep, rows).items()

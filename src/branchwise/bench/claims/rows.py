@@ -1,7 +1,7 @@
 """Records of claims: a line for what one method wrote at one temperature, prompt by prompt.
 
-A file begins with a line {"run": …} that says where the rows below it come from: code, machine, models, prompts. Rows
-are on the disk before the next one is measured; a run that was killed goes on with the rows that are missing. Code may
+A file begins with a line {"run": …} that says where the rows below it come from: code, machine, models, prompts. A row
+is on the disk before the next row is measured, so a run that was killed continues with the missing rows. Code may
 change in between, and parts may be added: a new line {"run": …} then says so. Models, prompts and machine may not.
 """
 
@@ -19,13 +19,13 @@ from branchwise.errors import UsageError
 
 VERSION = 1
 SETUP = ("model", "draft", "head", "index", "dtype", "device", "quick", "tokens", "seed", "questions")
-"""what all rows of a file share"""
+"""fields that all rows of a file share"""
 TOLD = ("command", "source", "commit", "versions", "index", "parts")
-"""what may differ, and is then written down again"""
+"""fields that may differ between runs, and are then written again"""
 
 
 class Sample(NamedTuple):
-    """What a method wrote after one prompt."""
+    """A method's text after one prompt."""
 
     item: str
     category: str
@@ -34,12 +34,12 @@ class Sample(NamedTuple):
     drafted: int
     accepted: int
     seconds: float | None = None
-    """of a text that was written alone, from the end of its prompt on"""
+    """seconds of a text that was written alone, from the end of its prompt on; None for other texts"""
 
 
 class Key(NamedTuple):
     method: str
-    """`draft/tree/verify`"""
+    """the method as `draft/tree/verify`"""
     temperature: float
     alone: bool
 
@@ -51,11 +51,11 @@ class Row:
     key: Key
     samples: tuple[Sample, ...]
     draft_passes: float
-    """a step"""
+    """draft passes per step"""
     draft_cost: float | None
-    """bytes of a draft pass over those of the target"""
+    """bytes of a draft pass, divided by those of the target"""
     wall: float = 0.0
-    """seconds that it took to measure, loading and prefill included"""
+    """seconds that the measurement took, loading and prefill included"""
 
     def line(self) -> str:
         about = self.key._asdict() | {"draft_passes": round(self.draft_passes, 4), "draft_cost": self.draft_cost}
@@ -68,16 +68,16 @@ class Row:
 
 @dataclass
 class Rows:
-    """The rows of one setup: one target with what drafts for it, on one machine."""
+    """The rows of one setup: one target, its drafters, and one machine."""
 
     run: dict[str, Any]
-    """of the rows that came last"""
+    """the run of the latest rows"""
     rows: list[Row] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
-    """by which they were measured, one after the other"""
+    """the commands that measured the rows, in order"""
 
     def begin(self, run: dict[str, Any]) -> None:
-        """Rows of this run follow."""
+        """Begin a run; the rows that follow belong to it."""
         self.run = run
         if run["command"] not in self.commands:
             self.commands.append(run["command"])
@@ -94,17 +94,17 @@ class Rows:
 
     @property
     def title(self) -> str:
-        """The setup in a few words."""
+        """A short name of the setup."""
         drafts = [self.run["draft"], self.run["head"] and "its head"]
         device = str(self.run["device"]).removeprefix("NVIDIA ").replace("cpu", "CPU")
         return f"{self.run['model']} with {next(filter(None, drafts), 'no model')}, {device}"
 
     def samples(self, key: Key) -> dict[str, Sample]:
-        """By prompt."""
+        """The samples of a row, by prompt."""
         return {sample.item: sample for row in self.rows if row.key == key for sample in row.samples}
 
     def cost(self, key: Key) -> float:
-        """What a step costs in target passes if time is bytes read: the pass itself and the draft passes."""
+        """The cost of a step in target passes, if time is bytes read: the pass itself and the draft passes."""
         rows = [row for row in self.rows if row.key == key]
         weights = [len(row.samples) for row in rows]
         passes = sum(row.draft_passes * size for row, size in zip(rows, weights, strict=True)) / max(1, sum(weights))
@@ -146,7 +146,7 @@ class RowFile:
     """A file that grows by whole lines."""
 
     def __init__(self, path: Path, run: dict[str, Any]) -> None:
-        """Open or continue a file; an incomplete last line is dropped, records of another setup are refused."""
+        """Open or continue a file. An incomplete last line is dropped; records of another setup are refused."""
         self.path, self.found = path, Rows(run)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ class RowFile:
 
     def _check(self, before: dict[str, Any], run: dict[str, Any]) -> None:
         for name in SETUP:
-            added = name == "index" and before.get(name) is None  # no row before has needed one
+            added = name == "index" and before.get(name) is None  # no earlier row has needed an index
             if before.get(name) != run.get(name) and not added:
                 raise UsageError(
                     f"{self.path} holds rows of another setup: its {name} is {before.get(name)!r}, now it is "

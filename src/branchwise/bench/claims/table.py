@@ -1,9 +1,9 @@
-"""The claims as data: for each the method, what its paper says, against what it is measured, and where.
+"""The claims as data: for each claim the method, the paper's statement, and the comparisons that decide it.
 
 A point is one comparison: a method against the baseline that the claim names, at one temperature, both written as
 `draft/tree/verify` or as the name of a preset. Words in braces stand for trained parts that the user names, as in
-`model:{student}`. Where there is no draft model, the trained head of the target drafts in its place, or, if a method
-asks something of a draft model that no head can do, the target itself with noise on its logits.
+`model:{student}`. Without a draft model, the trained head of the target drafts in its place. If a method needs
+something of a draft model that no head can do, the target itself drafts, with noise on its logits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MEASURES = {
     MBSU: "memory-bound speed-up",
     ACCEPTANCE: "share of drafted nodes that are kept",
 }
-"""what a ratio is about; more than 1 is better in all of them"""
+"""the measures that a ratio can be about; for all of them more than 1 is better"""
 NOISY = "disturbed"
-"""the drafter that stands in for a draft model where a head cannot"""
+"""the drafter that stands in for a draft model if a head cannot"""
 OWN = "our own"
 
 
@@ -43,38 +43,38 @@ class Point:
     temperature: float = 0.0
     measure: str = TOKENS
     claimed: float | None = None
-    """the ratio that the paper reports; None if it only says that there is a gain"""
+    """the ratio that the paper reports; None if it only claims a gain"""
     bound: float = 1.0
-    """what the ratio must exceed for anything to hold"""
+    """the value that the ratio must exceed for the claim to hold"""
     alone: bool = False
-    """one text at a time, contestants in turn: for speed, and for drafters that learn from text to text"""
+    """whether texts are written one at a time, contestants in turn: for speed, and for drafters that learn"""
     category: str = ""
-    """of the prompts that count; all by default"""
+    """the category of the prompts that count; all by default"""
     beside: bool = False
-    """shown, but not part of what the paper claims"""
+    """whether the point is only shown, as no part of the paper's claim"""
     quick: bool = True
-    """whether a quick run measures it"""
+    """whether a quick run measures the point"""
 
 
 @dataclass(frozen=True)
 class Claim:
     name: str
     method: str
-    """of `branchwise methods`, or a title"""
+    """a name of `branchwise methods`, or a title"""
     paper: str
     """arXiv id"""
     says: str
     """the claim, with its number"""
     setting: str
-    """where the paper measured it"""
+    """the setting in which the paper measured it"""
     points: tuple[Point, ...]
     why: str = ""
-    """one sentence by a person who has read the numbers"""
+    """an explanation in one sentence, by a person who has read the numbers"""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a figure: methods along an axis."""
+    """One line of a figure: methods at places along an axis."""
 
     label: str
     points: tuple[tuple[float, str, float], ...]
@@ -98,7 +98,7 @@ def claims() -> tuple[Claim, ...]:
 
 @cache
 def surprises() -> tuple[tuple[str, str], ...]:
-    """The claims whose verdicts surprised most, and why they are what they are."""
+    """The claims whose verdicts surprised most, and the reasons for these verdicts."""
     return tuple((one["claim"], one["says"]) for one in _read()["surprise"])
 
 
@@ -120,7 +120,7 @@ def _read() -> dict[str, Any]:
 
 
 def _claim(values: dict[str, Any]) -> Claim:
-    """A claim of the file; what all of its points share stands in the claim itself."""
+    """A claim of the file. Values that all its points share are written in the claim itself."""
     points = values.pop("point")
     shared = {
         name: values.pop(name) for name in ("measure", "claimed", "bound", "alone", "temperature") & values.keys()
@@ -130,7 +130,7 @@ def _claim(values: dict[str, Any]) -> Claim:
 
 
 def chosen(names: Sequence[str]) -> list[Claim]:
-    """The claims of these names or methods; all if none is named."""
+    """The claims with these names or methods; all if no name is given."""
     known = [*dict.fromkeys(word for claim in claims() for word in (claim.name, claim.method))]
     for name in names:
         check_known("claim", name, known)
@@ -142,7 +142,7 @@ def chosen(names: Sequence[str]) -> list[Claim]:
 
 @dataclass(frozen=True)
 class Stand:
-    """What there is to draft with."""
+    """The drafters that are available."""
 
     model: bool
     head: bool
@@ -151,7 +151,7 @@ class Stand:
     """trained parts that the user named"""
 
     def specs(self, point: Point) -> tuple[str, str] | str:
-        """The two methods of a point as `draft/tree/verify`, with what drafts here; or why they cannot run."""
+        """The two methods of a point as `draft/tree/verify`, with the available drafters; or why they cannot run."""
         found = []
         for spec in (point.ours, point.baseline):
             try:
@@ -164,7 +164,7 @@ class Stand:
             return str(error.args[0])
 
     def spec(self, method: str) -> str | None:
-        """One method, as for a point; None if it cannot run here."""
+        """A method as `specs` gives it for a point; None if it cannot run here."""
         found = self.specs(Point(method, "plain"))
         return None if isinstance(found, str) else found[0]
 
@@ -188,13 +188,13 @@ class Stand:
 
 
 def _models(method: Method) -> list[str]:
-    """The specs of a draft model that the user is to name."""
+    """The specs of draft models whose model the user has to name."""
     named = [(spec, split_spec(spec)) for spec in members_of(method.draft)]
     return [spec for spec, (name, positional, _) in named if name == MODEL and not positional]
 
 
 def spec_of(method: Method, stand: str = MODEL) -> str:
-    """A method as `draft/tree/verify`, with another drafter in the place of a draft model that nobody named."""
+    """A method as `draft/tree/verify`, with the drafter `stand` in place of a draft model that is not named."""
     if method == PLAIN:
         return PLAIN.name
     draft = method.draft
@@ -205,7 +205,7 @@ def spec_of(method: Method, stand: str = MODEL) -> str:
 
 PART = re.compile(r"\{([\w-]+)\}")
 HELD = re.compile(r"<([\w-]+)>")
-"""a part while a spec is parsed: braces would be refused there"""
+"""a part in a spec that is being parsed; its braces would be refused there"""
 
 
 def _held(found: re.Match[str]) -> str:
@@ -213,7 +213,7 @@ def _held(found: re.Match[str]) -> str:
 
 
 def drafters_of(spec: str) -> str:
-    """What drafted, in words for a table."""
+    """The drafters of a spec, in words for a table."""
     words = {MODEL: "draft model", HEAD: "head", NOISY: "the target with noise"}
     names = [split_spec(one)[0] for one in members_of(find_any(PART.sub(_held, spec)).draft)]
     return " + ".join(words.get(name, name) for name in names)

@@ -1,13 +1,13 @@
-"""What runs inside the sandbox: a script of its own that imports nothing but the standard library.
+"""The script that runs inside the sandbox. It imports nothing but the standard library.
 
-Three processes, so that no answer can say about itself that it is right:
+Three processes run, so that no answer can claim to be right:
 
     warden    enters namespaces without network, processes of others or writable files; waits for the judge
     judge     runs the tests of the problem; its exit status is the verdict, which the answer cannot reach
     answer    runs what the model wrote; hears arguments and returns values over two pipes, as plain data
 
 The kernel limits time, memory, files and processes of the answer; an audit hook of Python, which no code can remove,
-refuses processes, signals, sockets and files besides. Where there are no namespaces, the limits and the hook remain.
+also refuses processes, signals, sockets and files. On systems without namespaces, the limits and the hook remain.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-with contextlib.suppress(ImportError):  # not on every system
+with contextlib.suppress(ImportError):  # some systems lack it
     import resource
 
 PASSED, FAILED, BROKEN = 0, 1, 3
 NOBODY = 65534
 EAR, MOUTH = 3, 4
-"""pipes of the answer, and all that it has open"""
+"""pipes of the answer's process, the only files that it has open"""
 LONGEST_MESSAGE = 4 * 2**20
-"""bytes of a call or of a returned value"""
+"""the most bytes of a call or of a returned value"""
 DEEPEST = 64
-"""lists within lists of a value"""
+"""the deepest nesting of lists in a value"""
 
 USUAL = (
     "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "random", "re", "statistics", "string", "typing",
 )  # fmt: skip
-"""modules of answers, loaded beforehand where only root can read them"""
+"""modules that answers use, imported beforehand if only root can read them"""
 
 USER, PID, NETWORK, MOUNTS, IPC, NAMES = 0x10000000, 0x20000000, 0x40000000, 0x00020000, 0x08000000, 0x04000000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
@@ -51,14 +51,14 @@ CAPABILITIES_VERSION = 0x20080522
 
 
 def main() -> NoReturn:
-    """Read a job from standard input: what to run, its tests and the limits; a job without tests only tells which
-    protections there are, as a list of names."""
+    """Read a job from standard input: the program, its tests and the limits. A job without tests only prints the names
+    of the protections that hold, as a list."""
     job = json.load(sys.stdin.buffer)
     held = enclose()
     if "tests" not in job:
         print(json.dumps(sorted(held)), flush=True)
         os._exit(PASSED)
-    child = os.fork()  # the first process of the namespace: with it all others end
+    child = os.fork()  # the first process of the namespace: if it ends, all others end
     if child == 0:
         die_with_parent()
         judge(job)
@@ -67,7 +67,7 @@ def main() -> NoReturn:
 
 
 def enclose() -> set[str]:
-    """Leave behind what an answer does not need; returns what it is kept from."""
+    """Give up what an answer does not need; returns the names of the protections that hold."""
     if sys.platform != "linux":
         return {"processes"} if os.geteuid() != 0 else set()
     held = set()
@@ -89,7 +89,7 @@ def enclose() -> set[str]:
         if libc.syscall(MOUNT_SETATTR, *asked) == 0:
             held.add("files")
     header, nothing = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
-    if libc.capset(ctypes.byref(header), ctypes.byref(nothing)) != 0:  # with them all of this could be undone
+    if libc.capset(ctypes.byref(header), ctypes.byref(nothing)) != 0:  # capabilities could undo all of this
         held.clear()
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     return held
@@ -116,7 +116,7 @@ def die_with_parent() -> None:
 def judge(job: dict[str, Any]) -> NoReturn:
     """Run the tests with a candidate that lives in another process, and exit with the verdict."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DUMPABLE, 0, 0, 0, 0)  # its memory is closed to the answer
+        ctypes.CDLL(None).prctl(DUMPABLE, 0, 0, 0, 0)  # closes its memory to the answer
     (ear, asking), (answering, mouth) = os.pipe(), os.pipe()
     if os.fork() == 0:
         die_with_parent()
@@ -178,7 +178,7 @@ CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 def packed(value: Any, depth: int = 0) -> Any:
-    """Plain data as JSON that keeps its types: no object travels that could compare itself as equal."""
+    """Plain data as JSON that keeps its types. Other objects could claim to be equal to anything."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth < DEEPEST:
@@ -200,13 +200,13 @@ def unpacked(value: Any) -> Any:
 
 
 def answer(job: dict[str, Any], ear: int, mouth: int) -> NoReturn:
-    """Define what the model wrote, and call it with whatever arguments come."""
-    os.setsid()  # a group of its own, which is all that it can send signals to
+    """Define what the model wrote, and call it with the arguments that arrive."""
+    os.setsid()  # a group of its own, so that it can send signals to itself alone
     signal.alarm(job["limits"]["seconds"] + 1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
-    ear, mouth = os.dup(ear), os.dup(mouth)  # away from the two numbers that they are to have
+    ear, mouth = os.dup(ear), os.dup(mouth)  # away from the numbers that they will get
     os.dup2(ear, EAR)
     os.dup2(mouth, MOUTH)
     os.closerange(MOUTH + 1, 4096)
@@ -233,7 +233,7 @@ def answer(job: dict[str, Any], ear: int, mouth: int) -> NoReturn:
 
 
 def confine(limits: dict[str, int]) -> None:
-    """Bounds that only the kernel can lift again. No process and no thread can be started."""
+    """Set limits that only the kernel can lift. After that no process or thread can be started."""
     bounds = {
         resource.RLIMIT_CPU: limits["seconds"],
         resource.RLIMIT_AS: limits["memory"],
@@ -243,7 +243,7 @@ def confine(limits: dict[str, int]) -> None:
         resource.RLIMIT_NOFILE: 64,
     }
     for kind, most in bounds.items():
-        with contextlib.suppress(ValueError, OSError):  # some systems know fewer
+        with contextlib.suppress(ValueError, OSError):  # some systems have fewer limits
             resource.setrlimit(kind, (most, most))
 
 
@@ -257,7 +257,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def refuse(event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook: what a function to be tested has no business with."""
+    """An audit hook that refuses everything that a tested function has no need for."""
     if event.startswith(REFUSED) or (event == "open" and (args[2] or 0) & WRITING):
         raise PermissionError(f"an answer may not use {event}")
 

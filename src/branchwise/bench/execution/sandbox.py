@@ -19,19 +19,19 @@ from branchwise.errors import BranchwiseError, UsageError
 
 INSIDE = Path(__file__).with_name("inside.py")
 GRACE = 10
-"""seconds after the time of an answer, which ends by itself, until whatever is left is killed"""
+"""seconds from the time limit of an answer, at which it ends by itself, until its remaining processes are killed"""
 PROTECTIONS = {
     "network": "the network is not cut off",
     "signals": "processes of the same user can be sent signals",
     "files": "files of the same user can be written to",
     "processes": "the number of processes has no limit",
 }
-"""what the kernel can be asked to keep an answer from, and what is true where it does not"""
+"""the protections that the kernel can provide, each with the danger that remains without it"""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one answer, all of its tests together."""
+    """The limits of one answer, for all of its tests together."""
 
     seconds: int = 10
     memory: int = 2**30
@@ -42,12 +42,12 @@ class Limits:
 class Outcome:
     passed: bool
     reason: str
-    """why not; for people"""
+    """why the tests did not pass, for people"""
 
 
 def run_tests(program: str, entry: str, tests: str, limits: Limits | None = None, *, hook: bool = True) -> Outcome:
-    """Whether the function `entry` of a program passes `check(candidate)` of its tests. Without the `hook` of Python
-    the kernel alone protects."""
+    """Whether the function `entry` of a program passes `check(candidate)` of its tests. Without `hook`, Python's audit
+    hook is left out, and the kernel alone protects."""
     limits = limits or Limits()
     job = {"program": program, "entry": entry, "tests": tests, "limits": asdict(limits), "hook": hook}
     code, told, complaint = _enter(job, limits.seconds + GRACE)
@@ -60,7 +60,7 @@ def run_tests(program: str, entry: str, tests: str, limits: Limits | None = None
 
 @cache
 def missing() -> tuple[str, ...]:
-    """What this machine cannot keep answers from, as parts of a sentence."""
+    """The dangers that this machine does not rule out, as parts of a sentence."""
     if os.name != "posix":
         raise UsageError("Answers that are programs can be run on Linux and macOS only; leave out --check-answers.")
     code, told, complaint = _enter({}, 10)
@@ -71,7 +71,7 @@ def missing() -> tuple[str, ...]:
 
 
 def _enter(job: dict[str, Any], seconds: float) -> tuple[int | None, str, str]:
-    """Exit status, output and complaints of a process in the sandbox; no status if its time was up."""
+    """Exit status, output and complaints of a process in the sandbox; the status is None if its time was up."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     words = [sys.executable, "-I", "-S", "-B", str(INSIDE)]
     with tempfile.TemporaryDirectory(prefix="branchwise-") as folder:
@@ -87,7 +87,7 @@ def _enter(job: dict[str, Any], seconds: float) -> tuple[int | None, str, str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and whatever it started: the processes of a namespace end with its first one."""
+    """End the process and all that it started: if the first process of a namespace ends, all others in it end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

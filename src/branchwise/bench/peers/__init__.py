@@ -7,8 +7,8 @@
     llama.cpp[:PATH.gguf]               llama.cpp in this process, by the package xllamacpp
     openai:URL[,model=NAME]             any OpenAI-compatible server
 
-A peer starts from the same token ids, is asked for the same number of tokens, and is timed like every contestant.
-To add one, write a class like these in a file of its own and a line in `PEERS`.
+A peer starts from the same token ids, is asked for the same number of tokens, and is timed like every contestant. To
+add a peer, write a class like these in a file of its own, and a line in `PEERS`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PEERS = Registry(
 
 
 def build_peer(spec: str, llm: LLM, *, threads: int | None = None) -> Contestant:
-    """The peer of a spec, for the model that `llm` runs; `threads` are for peers that keep threads of their own."""
+    """The peer of a spec, for the model that `llm` runs; `threads` are for peers with threads of their own."""
     name, colon, place = (part.strip() for part in spec.partition(":"))
     part = PEERS.find(name)
     if part.usage is None:
         return PEERS.build(spec, name=spec, llm=llm, threads=threads)  # type: ignore[no-any-return]
-    # What follows is one path or address, which may hold ':', ',' and '=' itself.
+    # The rest is one path or address, which may itself contain ':', ',' and '='.
     if colon and not place:
         raise UsageError(f"Nothing follows the colon of {spec!r}; write it as {part.usage}.")
     return part(place or None, name=spec, llm=llm, threads=threads)  # type: ignore[no-any-return]

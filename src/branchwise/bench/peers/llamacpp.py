@@ -22,11 +22,11 @@ from branchwise.models import ALIASES, gguf_path
 from branchwise.models.gguf import read_header
 
 SHORTEST_CONTEXT = 1024
-"""tokens for each sequence; a longer prompt doubles it, so that the file is rarely loaded again"""
+"""the least context of each sequence, in tokens; a longer prompt doubles it, so that the file is rarely loaded again"""
 
 
 class LlamaCpp(Peer):
-    """Prompts of a batch run together, each in a slot of its own."""
+    """Runs the prompts of a batch together, each in a slot of its own."""
 
     usage = "llama.cpp:PATH.gguf"
 
@@ -46,7 +46,7 @@ class LlamaCpp(Peer):
                 f"{self._path} has a vocabulary of {its} tokens and {llm.name} one of {ours}; give the same model."
             )
         self._llm = llm
-        # Its threads spin while they wait: more of them than free cores are far slower than one.
+        # Its threads spin while they wait, so more threads than free cores are far slower than one.
         self._threads = threads or torch.get_num_threads()
         self._slots = self._context = 0
         self._server: Any = None
@@ -68,9 +68,9 @@ class LlamaCpp(Peer):
             "top_k": asked.top_k,
             "top_p": asked.top_p,
             "min_p": 0.0,
-            "cache_prompt": False,  # every request pays for its own prefill, as with all contestants
+            "cache_prompt": False,  # as with all contestants, every request pays for its own prefill
             "return_tokens": True,
-            "verbose": True,  # the tokens come with it
+            "verbose": True,  # so that the answer contains its tokens
             "ignore_eos": not asked.stop_tokens,
             "logit_bias": [[token, False] for token in sorted(asked.forbidden)],
         }
@@ -85,7 +85,7 @@ class LlamaCpp(Peer):
         ids = (reply.get("__verbose") or {}).get("tokens")
         if ids is None:
             ids, counted_by = self._llm.tokenizer(text, add_special_tokens=False)["input_ids"], "retokenised"
-        # llama.cpp ends at the ends of text that it finds in the file; those that were asked for may be others.
+        # llama.cpp stops at the end-of-text tokens of the file, which may differ from the stop tokens of the request.
         end = next((number for number, token in enumerate(ids, 1) if token in asked.stop_tokens), None)
         ended = end is not None or choice["finish_reason"] == "stop"
         phases = {"prefill": times.get("prompt_ms"), "decode": times.get("predicted_ms")}
@@ -99,20 +99,20 @@ class LlamaCpp(Peer):
         )
 
     def _make_room(self, slots: int, tokens: int) -> None:
-        """Have a server with at least so many slots of so many tokens; loading the file again is not timed."""
+        """Have a server with at least `slots` slots of `tokens` tokens each; loading the file again is not timed."""
         if slots <= self._slots and tokens <= self._context:
             return
         self._slots = max(slots, self._slots)
-        # One more: it stops when a slot is full.
+        # One token more than needed, because the server stops when a slot is full.
         self._context = max(SHORTEST_CONTEXT, self._context, 1 << tokens.bit_length())
-        self._server = None  # frees the memory of the last one
+        self._server = None  # frees the memory of the previous server
         params = self._library.CommonParams()
         params.model.path = str(self._path)
         params.n_parallel = self._slots
         params.n_ctx = self._slots * self._context
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._threads
         params.cache_ram_mib = 0
-        params.verbosity = -1  # it writes to stderr otherwise
+        params.verbosity = -1  # otherwise it writes to stderr
         params.ui = False
         if self._llm.model.device.type == "cpu":
             params.n_gpu_layers = 0

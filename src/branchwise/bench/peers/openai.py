@@ -1,10 +1,10 @@
 """Any OpenAI-compatible server, asked through `/v1/completions` with a stream.
 
-Prompts are sent as token ids. A server that accepts only text gets the text, and must count as many prompt tokens as
-we do; otherwise it would continue another prompt than the other contestants.
+Prompts are sent as token ids. A server that accepts only text gets the text, and must count as many prompt tokens as we
+do; otherwise it would continue another prompt than the other contestants.
 
-What a server drafts is known where it counts that at `/metrics` as vLLM does. It counts for all requests together, so
-only a request that ran alone has numbers of its own.
+The drafts of a server are known if it counts them at `/metrics` as vLLM does. It counts all requests together, so only
+a request that ran alone has numbers of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from branchwise.llm import LLM
 from branchwise.openai_client import NEUTRAL, Client, Forms
 
 TIMEOUT = 300.0
-"""seconds without a byte; a server may serve others, or still be loading"""
+"""the most seconds without a byte; a server may be busy with other requests, or still be loading"""
 COUNTED = re.compile(
     r"^\S*spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE
 )
@@ -33,18 +33,18 @@ COUNTED = re.compile(
 
 @dataclass
 class Reply:
-    """One answer, as far as its stream has come in."""
+    """An answer, as far as its stream has arrived."""
 
     text: str = ""
     ids: list[int] | None = None
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     first_token: float | None = None
-    """seconds from the request"""
+    """seconds from the request to the first token"""
 
 
 class OpenAI(Peer):
-    """Prompts of a batch are sent at once, each in a request of its own."""
+    """Sends the prompts of a batch at once, each in a request of its own."""
 
     usage = "openai:URL,model=NAME"
 
@@ -56,12 +56,12 @@ class OpenAI(Peer):
         hints = {"model": f"name one as openai:{url.strip()},model=NAME"}
         self.server = Client(url.strip(), model=model.strip() or None, timeout=TIMEOUT, hints=hints)
         self._llm = llm
-        # Richest first. Extras are not part of OpenAI's protocol, and all other contestants start from token ids.
+        # Richest form first. Extras are not part of OpenAI's protocol, and other contestants start from token ids.
         self._forms = Forms([(ids, extras) for ids in (True, False) for extras in (True, False)])
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
-        _ = self.server.model  # asked for before the clock runs, like the form of requests
-        if not self._forms.settled:  # with one token, so that the server caches nothing of the prompt
+        _ = self.server.model  # the name is asked for before the clock starts, and so is the form
+        if not self._forms.settled:  # one token, so that the server caches nothing of the prompt
             self._forms.send(lambda form: self._ask(form, replace(asked, max_new_tokens=1), prompts[0][:1], 0))
         before = self._counts() if len(prompts) == 1 else None
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -76,14 +76,14 @@ class OpenAI(Peer):
         return answers
 
     def _counts(self) -> Counter[str] | None:
-        """Drafts, and tokens drafted and accepted, since the server started; None if it does not count them."""
+        """Counts of drafts, drafted tokens and accepted tokens since the server started; None if it has none."""
         counts: Counter[str] = Counter()
         for kind, value in COUNTED.findall(self.server.page("/metrics") or ""):
             counts[kind] += int(float(value))
         return counts if len(counts) == 3 else None
 
     def _ask(self, form: tuple[bool, bool], asked: Asked, prompt: Sequence[int], number: int) -> Reply:
-        """Stream the answer to the prompt of this number in the batch, which selects its seed."""
+        """Stream the answer to a prompt; `number` is the prompt's place in the batch, which selects its seed."""
         ids, extras = form
         payload: dict[str, Any] = {
             "model": self.server.model,
@@ -100,7 +100,7 @@ class OpenAI(Peer):
             payload["logit_bias"] = {str(token): -100 for token in sorted(asked.forbidden)}
         if extras:
             payload |= {**NEUTRAL, "top_k": asked.top_k or -1, "return_token_ids": True}
-            # Every request pays for its own prefill, as with all contestants: options of llama.cpp and of vLLM.
+            # Every request must pay for its own prefill, as everywhere; the options are llama.cpp's and vLLM's.
             payload |= {"cache_prompt": False, "cache_salt": uuid.uuid4().hex}
             payload |= {"stop_token_ids": sorted(asked.stop_tokens)} if asked.stop_tokens else {"ignore_eos": True}
             payload |= {} if ids else {"add_special_tokens": False}
@@ -152,11 +152,11 @@ class OpenAI(Peer):
 
 
 def add_counts(answer: Answer, counts: Counter[str]) -> None:
-    """What a server counted while it wrote an answer. A pass emits one token more than it accepts, and the first, which
-    reads the prompt, has no draft.
+    """Add what a server counted while it wrote an answer. A pass emits one token more than it accepts, and the first
+    pass, which reads the prompt, has no draft.
 
-    An answer may end inside a draft: what was accepted behind its end was not written. If more than one draft is too
-    many, others were served meanwhile, and nothing is known of this answer.
+    An answer may end inside a draft: tokens that were accepted after its end were not written. If more tokens than
+    those of one draft are left over, the server also wrote other answers, so the counts say nothing about this one.
     """
     tokens = len(answer.ids) if answer.tokens is None else answer.tokens
     drafts, drafted, counted = (counts[kind] for kind in ("drafts", "draft_tokens", "accepted_tokens"))

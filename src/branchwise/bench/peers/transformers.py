@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _config: Any = GenerationConfig
 NOT_COMPILED = "none"
 SHORTEST = 512
-"""tokens that a fixed KV cache holds at least"""
+"""the fewest tokens that a fixed KV cache holds"""
 
 
 class Plain(Peer):
-    """One token a pass. A batch is padded on the left."""
+    """Writes one token a pass. A batch is padded on the left."""
 
     def __init__(self, *, name: str, llm: LLM) -> None:
         self.name = name
@@ -81,14 +81,15 @@ class Plain(Peer):
         return [_answer(row, asked, seconds) for row in written[:, width:].tolist()]
 
     def _arguments(self, batch: int, length: int) -> dict[str, Any]:
-        """Further arguments of `generate` for so many texts of at most this length, prompt included."""
+        """Further arguments of `generate` for `batch` texts of at most `length` tokens, prompt included."""
         return self._helper
 
     @contextlib.contextmanager
     def _generating(self, seeds: Sequence[int]) -> Iterator[None]:
-        """Print nothing, ignore what the checkpoint recommends, and draw from the first seed, if one is given.
+        """Print nothing, ignore the checkpoint's recommendations, and draw from the first seed, if one is given.
 
-        A checkpoint's generation config may hold penalties and cuts, which `generate` would add to what is asked.
+        A checkpoint's generation config may hold penalties and cuts, which `generate` would add to the requested
+        sampling.
         """
         recommended = self._model.generation_config
         self._model.generation_config = GenerationConfig()
@@ -105,9 +106,9 @@ class Plain(Peer):
 class Static(Plain):
     """The fast path that transformers recommends: a KV cache of fixed size, and passes that torch compiles.
 
-    By itself `generate` compiles where that pays, on accelerators; with `compile=BACKEND` on every device, by this
-    backend of torch.compile, and with `compile=none` nowhere. Compilation happens in the first text of a size, which
-    benchmarks do not time.
+    By default `generate` compiles on accelerators, where that pays. With `compile=BACKEND` it compiles on every device,
+    by that backend of torch.compile, and with `compile=none` on none. The first text of a size compiles, and benchmarks
+    do not time it.
     """
 
     def __init__(self, compile: str = "auto", *, name: str, llm: LLM) -> None:
@@ -123,7 +124,7 @@ class Static(Plain):
         self._caches: dict[tuple[int, int], StaticCache] = {}
 
     def _arguments(self, batch: int, length: int) -> dict[str, Any]:
-        """One cache for all texts of about this length: in another one the compiled passes would be recorded again."""
+        """The same cache for all texts of about this length, because compiled passes are recorded again for another."""
         size = batch, max(SHORTEST, 1 << (length - 1).bit_length())
         if size in self._caches:
             self._caches[size].reset()
@@ -133,11 +134,11 @@ class Static(Plain):
 
 
 class Drafting(Plain):
-    """Several tokens a pass. `generate` drafts for one sequence only, so the prompts of a batch are written one after
-    the other, as its users have to do; each answer says how long they took together."""
+    """Writes several tokens a pass. `generate` drafts for one sequence only, so the prompts of a batch are written one
+    after another, as its users have to do; each answer reports the time of all of them."""
 
     source: str
-    """who proposes"""
+    """the source that proposes tokens"""
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         alone = [replace(asked, seeds=asked.seeds[number : number + 1]) for number in range(len(prompts))]
@@ -148,10 +149,10 @@ class Drafting(Plain):
         return answers
 
     def _write(self, prompt: list[int], asked: Asked) -> Answer:
-        """`generate` does not report what was drafted; the widths of the passes show it.
+        """Write one answer. `generate` does not report what was drafted, but the widths of the passes show it.
 
-        Its first pass takes the prompt and the first draft together, so every pass is a step: it emits one token of
-        the target and those of the draft before it that fit.
+        Its first pass takes the prompt and the first draft together, so every pass is a step: it emits the accepted
+        tokens of the draft, and one token of the target after them.
         """
         with _widths(self._model) as widths:
             [answer] = self._generate([prompt], asked)
@@ -164,7 +165,7 @@ class Drafting(Plain):
 
 
 class Lookup(Drafting):
-    """Saxena's prompt lookup, as transformers has it."""
+    """Saxena's prompt lookup, as implemented in transformers."""
 
     source = "lookup"
 
@@ -176,7 +177,7 @@ class Lookup(Drafting):
 
 
 class Assisted(Drafting):
-    """A smaller model drafts; its length of draft is what transformers and the checkpoint choose."""
+    """A smaller model drafts; transformers and the checkpoint choose the length of its drafts."""
 
     source = "assistant"
     usage = "transformers-assisted:MODEL"
@@ -194,10 +195,11 @@ class Assisted(Drafting):
         self.forget()
 
     def forget(self) -> None:
-        """With some schedules transformers leaves in the assistant how long its drafts were at last.
+        """Reset the assistant's generation config, in which transformers, with some schedules, keeps the latest length
+        of its drafts.
 
-        Of what its checkpoint recommends, only this stays: penalties would spoil the drafts, and an end of text of its
-        own would cut them where none is asked for.
+        Of the recommendations of its checkpoint only those about the length of drafts stay: penalties would spoil the
+        drafts, and an end-of-text token of its own would cut them even if none is asked for.
         """
         about = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
         kept = {name: getattr(self._recommended, name, None) for name in about}
@@ -216,7 +218,7 @@ def _bytes(model: Any) -> int:
 
 
 def _answer(written: list[int], asked: Asked, seconds: float) -> Answer:
-    """The row up to its first stop token; the rest is padding."""
+    """The tokens of a row up to its first stop token; the rest is padding."""
     end = next((number for number, token in enumerate(written, 1) if token in asked.stop_tokens), None)
     return Answer(written[:end], "length" if end is None else "stop", seconds)
 

@@ -1,1 +1,1 @@
-"""`branchwise train data`, `student` and `nested`: draft models that are made for a target."""
+"""`branchwise train data`, `student`, `nested`, `merge` and `prune-experts`: draft models made for a target."""

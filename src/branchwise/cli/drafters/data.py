@@ -26,14 +26,15 @@ def data(
     *,
     target: Target,
     out: Annotated[Path, Option(help="The file to write, JSON lines.")] = Path("texts.jsonl"),
-    texts: Annotated[int, Option(help="About how many; with --prompts, at most.")] = 60_000,
+    texts: Annotated[int, Option(help="About how many texts; with --prompts, at most.")] = 60_000,
     prompts: Annotated[
-        list[Path] | None, Option(help="Ask these, as for `branchwise bench`; repeatable.", show_default="made up")
+        list[Path] | None, Option(help="Prompts to ask, as for `branchwise bench`; repeatable.", show_default="made up")
     ] = None,
     kind: Kind = "general",
     length: Annotated[int, Option(help="The most tokens of an answer.")] = 288,
     temperature: Annotated[
-        float | None, Option("--temperature", "-t", help="Of all answers.", show_default="60 % 0, 25 % 0.6, 15 % 1")
+        float | None,
+        Option("--temperature", "-t", help="Temperature of all answers.", show_default="60 % 0, 25 % 0.6, 15 % 1"),
     ] = None,
     held_out: Annotated[float, Option(help="Share of the topics that are not learned from.")] = 0.05,
     together: Annotated[

@@ -18,7 +18,7 @@ from branchwise.progress import showing
 from branchwise.registry import check_known
 
 TOO_LONG = 1.0
-"""hours of writing texts of which a user is told before"""
+"""the hours of writing texts from which on the user is warned first"""
 
 Init = Annotated[
     str | None,
@@ -31,7 +31,7 @@ Init = Annotated[
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a student learns, and how."""
+    """The settings that decide how a student learns."""
 
     data: Annotated[
         Path | None,
@@ -46,7 +46,9 @@ class Lessons:
     ] = "fkl"
     temperature: Annotated[float, Option("--temperature", "-t", help="Of both distributions in the loss.")] = 1.0
     minutes: Annotated[float, Option(help="How long it learns; writing texts comes before.")] = 5.0
-    steps: Annotated[int | None, Option(help="So many steps instead of minutes.", show_default="by the clock")] = None
+    steps: Annotated[int | None, Option(help="Number of steps, in place of minutes.", show_default="by the clock")] = (
+        None
+    )
     batch_tokens: Annotated[int, Option(help="Tokens of a step.")] = 16_384
     rate: Annotated[float, Option(help="The learning rate.")] = 1e-3
     depth: Annotated[int, Option(help="Tokens of the drafts whose block efficiency is shown.")] = 5

@@ -3,7 +3,7 @@
     vllm serve MODEL --speculative-config '{"model": "branchwise.integrations.vllm.Proposer", …}'
 
 `Proposer` is the class that vLLM builds there, and `register` the entry point `vllm.general_plugins`. `hooks.py` lists
-what is taken from vLLM by name; docs/vllm.md says what works and what does not.
+the names that are used from vLLM; docs/vllm.md says what works and what does not.
 """
 
 from branchwise.integrations.vllm.plugin import register

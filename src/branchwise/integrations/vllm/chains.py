@@ -1,9 +1,9 @@
-"""The chain of a text: vLLM verifies one for every request, so of a tree only the path that is worth most is left.
+"""Chains for vLLM, which verifies one for every request: of a tree, the path with the most expected tokens.
 
 A chain is laid over the candidates of a lookup drafter. With chance, its tokens are drawn from the candidates' masses,
-which are q; without, it is the path with the most expected tokens among those of a small tree. Either ends where its
-next token would be reached with little probability. The rule that ends a drawn chain sees the tokens before, never the
-one that it decides about, so what is left is a chain drawn from q.
+which are q. Without chance, it is the path with the most expected tokens in a small tree. Both end if the next token
+would be reached with little probability. The rule that ends a drawn chain sees only the tokens before the token that it
+decides about, so the kept part is a chain drawn from q.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from branchwise.draft.policies.topk import grow_best_first
 from branchwise.draft.sparse import SparseProbs
 
 SIZE = 2
-"""nodes of the tree that a chain is chosen from, as a multiple of the length of the chain"""
+"""the nodes of the tree from which a chain is chosen, as a multiple of the length of the chain"""
 WIDTH = 3
-"""candidates of a node that are considered"""
+"""how many candidates of a node are considered"""
 COLDEST = 0.05
-"""a lower temperature sharpens the masses no further"""
+"""the lowest temperature by which masses are sharpened"""
 
 
 class Laid(NamedTuple):
@@ -37,12 +37,12 @@ class Laid(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Those below the root."""
+        """The tokens below the root."""
         return self.tree.tokens[1:].tolist()
 
 
 def best_chain(drafter: LookupDrafter, sequence: SequenceState, length: int, floor: float) -> Laid:
-    """The path with the most expected tokens, if the drafter is right about itself."""
+    """The path with the most expected tokens, if the masses of the drafter are right."""
     cursor = drafter.locate(sequence)
     tree, reach, worth = TreeBuilder([sequence.root]), [1.0], [0.0]
     growing = grow_best_first(tree, cursor, drafter.candidates, depth=length, width=WIDTH, least=floor)
@@ -54,7 +54,7 @@ def best_chain(drafter: LookupDrafter, sequence: SequenceState, length: int, flo
 
 
 def drawn_chain(drafter: LookupDrafter, sequence: SequenceState, length: int, floor: float) -> Laid:
-    """Tokens drawn from the drafter's masses at the temperature of the text, with q."""
+    """Tokens drawn from the drafter's masses at the temperature of the text, with their q."""
     assert drafter.target is not None, "a drafter is bound before it drafts"
     form = drafter.target.vocabulary, drafter.target.device
     start = cursor = drafter.locate(sequence)
@@ -74,7 +74,7 @@ def drawn_chain(drafter: LookupDrafter, sequence: SequenceState, length: int, fl
 
 
 def chain_of(tokens: list[int], q: torch.Tensor | None = None) -> DraftTree:
-    """The tree of a chain that is known already, its root first; with `q` (tokens - 1, vocabulary) it was drawn."""
+    """The tree of a chain that exists already, its root first; with `q` (tokens - 1, vocabulary) it counts as drawn."""
     if q is None or len(tokens) < 2:
         return DraftTree.chain(tokens)
     last = len(tokens) - 1

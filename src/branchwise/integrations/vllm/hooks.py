@@ -1,11 +1,11 @@
-"""What is taken from vLLM, by name and signature, and how: nothing is replaced in a version that was not tested.
+"""What Branchwise uses and wraps in vLLM, by name and signature. Nothing is replaced in a version that was not tested.
 
     GPUModelRunner._update_states            closes the texts of finished requests
     GPUModelRunner._sample                   shows the logits of a pass, and says who verifies
     GPUModelRunner.propose_draft_token_ids   names the requests, and keeps q
     rejection_sample                         verification, while a runner with our proposer or with `block` samples
 
-Everything else stays vLLM's. A name or a parameter that is missing leaves all of it alone, with one warning.
+Everything else stays vLLM's. If a name or a parameter is missing, nothing is replaced, and one warning says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from branchwise.integrations.vllm import running
 from branchwise.integrations.vllm.running import log
 
 TESTED = ("0.32",)
-"""versions of vLLM, without the last number"""
+"""tested versions of vLLM, without the last number"""
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 SAMPLER = "vllm.v1.sample.rejection_sampler"
 
@@ -38,7 +38,7 @@ HOOKED = {
     f"{SAMPLER}:expand_batch_to_tokens": ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     f"{SAMPLER}:apply_sampling_constraints": ("logits", "cu_num_draft_tokens", "sampling_metadata"),
 }  # fmt: skip
-"""what is wrapped or replaced, and its parameters"""
+"""the functions that are wrapped or replaced, and their parameters"""
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "_update_states": running.update_states,
     "_sample": running.sample,
@@ -47,20 +47,20 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "expand_batch_to_tokens": running.expand_batch_to_tokens,
     "apply_sampling_constraints": running.apply_sampling_constraints,
 }
-"""what is called with the original in front"""
+"""the wrappers, which get the original as their first argument"""
 READ = {
     "vllm.v1.sample.metadata:SamplingMetadata": ("temperature", "all_greedy", "all_random", "generators"),
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids", "num_draft_tokens"),
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("sampling_params", "prompt_token_ids", "output_token_ids"),
 }
-"""dataclasses whose fields are read"""
+"""dataclasses of vLLM, and the fields that are read"""
 
 _installed: bool | None = None
-"""whether the hooks are in place; None if nobody asked yet"""
+"""whether the hooks are in place; None before the first `install`"""
 
 
 def find(name: str) -> Any:
-    """`module:Class.attribute`."""
+    """The object that `module:Class.attribute` names."""
     module, _, path = name.partition(":")
     found = importlib.import_module(module)
     for part in path.split("."):
@@ -69,7 +69,7 @@ def find(name: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Why this vLLM is left alone; None if it is one that was tested."""
+    """Why this vLLM is left alone; None if it is a tested version."""
     version = str(importlib.import_module("vllm").__version__)
     if version.split("+")[0].rsplit(".", 1)[0] not in TESTED:
         return f"vLLM {version} was not tested with Branchwise, which knows {', '.join(TESTED)}"
@@ -91,7 +91,7 @@ def why_not() -> str | None:
 
 
 def install() -> bool:
-    """Put the hooks in place, once in a process; whether they are."""
+    """Put the hooks in place, once in a process; returns whether they are."""
     global _installed
     if _installed is None:
         reason = why_not()

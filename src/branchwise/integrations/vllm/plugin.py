@@ -1,7 +1,7 @@
-"""The entry point `vllm.general_plugins`: it runs in every process of every vLLM of the environment, and never raises.
+"""The entry point `vllm.general_plugins`. It runs in every process of every vLLM in the environment, and never raises.
 
-With `Proposer` it is not needed, since that installs the hooks itself. It makes vLLM's own draft models and heads be
-verified as blocks where the V1 runner accepts `"rejection_sample_method": "block"` and then ignores it.
+`Proposer` installs the hooks itself and does not need this file. Without it, `register` makes block verification work
+for vLLM's own draft models and heads: the V1 runner accepts `"rejection_sample_method": "block"` and then ignores it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ log = logging.getLogger("vllm.branchwise")
 
 
 def register() -> None:
-    """Install the hooks as soon as the runner is imported: workers do that, the API server does not."""
+    """Install the hooks as soon as the runner is imported, which workers do and the API server does not."""
     try:
         if RUNNER in sys.modules:
             install()
         elif not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
             sys.meta_path.insert(0, AfterImport(RUNNER, install))
-    except Exception as error:  # what is raised here would end every vLLM of this environment
+    except Exception as error:  # an exception here would end every vLLM in this environment
         log.warning("Branchwise leaves vLLM alone: %s.", error)
 
 
@@ -50,7 +50,7 @@ class AfterImport(MetaPathFinder):
 
 
 class Followed(Loader):
-    """A loader, and a function that is called behind it."""
+    """A loader that calls a function after it has loaded its module."""
 
     def __init__(self, loader: Loader, then: Callable[[], Any]) -> None:
         self.loader, self.then = loader, then

@@ -3,8 +3,9 @@
     --speculative-config '{"model": "branchwise.integrations.vllm.Proposer", "num_speculative_tokens": 8}'
     --additional-config '{"branchwise": {"draft": "memories"}}'
 
-Every rank of a tensor-parallel group has one and drafts for itself, so nothing here depends on time or on chance that
-ranks do not share. Where the hooks are not in place, it knows rows of a batch instead of requests, and tokens alone.
+Every rank of a tensor-parallel group has its own proposer and drafts for itself, so nothing here depends on time, or on
+chance that ranks do not share. Without the hooks a proposer knows rows of a batch instead of requests, and tokens
+alone.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from branchwise.integrations.vllm.settings import Settings
 from branchwise.integrations.vllm.texts import TENANT, Asked, Texts
 
 REPORTED = 16
-"""tokens after every node that a device reports at least"""
+"""the least number of tokens that a device reports after every node"""
 LEARNS = {"request": "each request alone", "tenant": "each tenant's requests", "all": "all requests"}
 UNKNOWN = Asked(constrained=True)
 
 
 class Shown:
-    """What a pass found, row by row: n drafts of a request have n + 1 rows."""
+    """The results of a pass, row by row: n drafts of a request have n + 1 rows."""
 
     def __init__(self, logits: Tensor, lengths: Sequence[int], drafts: Sequence[int], reported: int) -> None:
-        """`lengths` has the drafts of every request, which stand in `drafts` one after the other."""
+        """`lengths` are the numbers of drafts of the requests; `drafts` are all drafts, one request after another."""
         on_host = logits.device.type == "cpu"
-        # vLLM's samplers write into the logits. A device reports the best tokens of every row in one copy instead.
+        # A copy, because vLLM's samplers write into the logits. A device reports the best tokens of rows instead.
         self.logits = logits.float().clone() if on_host else torch.empty(logits.shape, device="meta")
         self.topk = None if on_host else top_tokens(logits, min(reported, logits.shape[1])).cpu()
         self.lengths, self.drafts = lengths or [0] * len(logits), drafts
 
     def rows(self) -> list[tuple[list[int], Scored]]:
-        """For every request its drafts and what the pass found."""
+        """The drafts of every request, and what the pass found for them."""
         found, row, draft = [], 0, 0
         for length in self.lengths:
             own = slice(row, row + length + 1)
@@ -83,9 +84,9 @@ class Proposer(HookedProposer):
         )
 
     def load_model(self, target_model: Any) -> None:
-        """vLLM's CPU runner calls it; there is nothing to load."""
+        """Load nothing; vLLM's CPU runner calls this."""
 
-    # What the hooks tell
+    # Called by the hooks
 
     def close(self, names: Iterable[str]) -> None:
         self.texts.close(names)
@@ -116,12 +117,12 @@ class Proposer(HookedProposer):
                 q[row, torch.arange(len(tokens)), tokens] = 1
         return q
 
-    # What vLLM calls
+    # Called by vLLM
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """A chain for every row; empty if nothing was sampled there, or nothing is worth drafting."""
+        """A chain for every row; an empty one if nothing was sampled for the row, or nothing is worth drafting."""
         shown, self._shown = self._shown, None
         names = self._names if self.hooked else range(len(sampled_token_ids))
         if not self.hooked:
@@ -144,7 +145,7 @@ class Proposer(HookedProposer):
         return drafts
 
     def _asked(self, name: str | int) -> Asked | None:
-        """What a request asks for; None if its prompt is no tokens."""
+        """The parts of a request that drafting depends on; None if its prompt has no token ids."""
         request = self._requests.get(name) if isinstance(name, str) else None
         if request is None:
             return UNKNOWN

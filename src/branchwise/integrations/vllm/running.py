@@ -1,7 +1,7 @@
-"""What the hooks do in a worker: between a pass and its verdict, and between the verdict and the next drafts.
+"""The hooks in a worker: between a pass and its verdict, and between the verdict and the next drafts.
 
 A runner is ours if its drafter is a `HookedProposer`, or if it was asked for block verification. For all others, and
-outside of `_sample`, every function below calls the original and nothing else.
+outside of `_sample`, every function below only calls the original.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Original = Callable[..., Any]
 
 
 class HookedProposer(ABC):
-    """A drafter that the hooks tell what vLLM does not."""
+    """A drafter to which the hooks pass on what vLLM does not."""
 
     verifies: bool
-    """whether its chains are verified here, or by vLLM's own rule"""
+    """whether Branchwise verifies its chains, or vLLM by its own rule"""
 
     @abstractmethod
     def close(self, names: Iterable[str]) -> None:
-        """These requests have ended."""
+        """Forget these requests, which have ended."""
 
     @abstractmethod
     def show(self, logits: Tensor, lengths: Sequence[int], drafts: Sequence[int]) -> None:
-        """The logits (rows, vocabulary) of a pass, before anyone samples from them: of every request those after its
+        """Take the logits (rows, vocabulary) of a pass, before they are sampled from: for every request those after its
         root and after each of its drafts."""
 
     @abstractmethod
     def expect(self, names: Sequence[str], requests: Mapping[str, Any], most: int | None) -> None:
-        """The requests of the rows that are drafted for next, and the most drafts for each."""
+        """Take the requests of the rows that are drafted for next, and the most drafts for each."""
 
     @abstractmethod
     def has_drawn(self, name: str) -> bool:
@@ -47,20 +47,20 @@ class HookedProposer(ABC):
 
     @abstractmethod
     def q_of(self, names: Sequence[str]) -> Tensor | None:
-        """(requests, drafts, vocabulary): what chains were drawn from, certain of each token if without chance; None if
-        none was drawn."""
+        """(requests, drafts, vocabulary): the distributions that chains were drawn from, certain of each token of a
+        chain without chance; None if no chain was drawn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Judging:
-    """Who verifies while a runner of ours samples."""
+    """How verification runs while a runner of ours samples."""
 
     verifies: bool
-    """whether we do, or vLLM"""
+    """whether Branchwise verifies, or vLLM"""
     sampler: Any = None
-    """vLLM's sampler of rows that are cut already"""
+    """vLLM's sampler, for rows whose warping is done"""
     drawn: Sequence[bool] | None = None
-    """by request, whether its chain was drawn; None if all were for which q is known"""
+    """for each request, whether its chain was drawn; None if all chains with a known q were"""
     seeds: Seeds = field(default_factory=lambda: NO_SEEDS)
 
 
@@ -81,7 +81,7 @@ def asks_for_block(runner: Any) -> bool:
 
 
 def proposer_of(runner: Any) -> HookedProposer | None:
-    """The drafter of a runner, if it is ours; a rank that does not sample has none."""
+    """The drafter of a runner if it is ours, else None, as on a rank that does not sample."""
     drafter = vars(runner).get("drafter")
     return drafter if isinstance(drafter, HookedProposer) else None
 
@@ -117,8 +117,9 @@ def sample(original: Original, runner: Any, logits: Tensor | None, spec_decode_m
 
 
 class HostGenerator(torch.Generator):
-    """vLLM winds a generator back if it sampled behind a part of a prompt. Those of the CPU cannot be, and the engine
-    ends. Here generators are set before every draw, so there is nothing to wind back."""
+    """A generator that can be wound back without effect. vLLM winds a generator back if it sampled after a part of a
+    prompt, which fails on the CPU and ends the engine. Here generators are set before every draw, so winding back is
+    not needed."""
 
     def get_offset(self) -> int:
         return 0
@@ -128,8 +129,8 @@ class HostGenerator(torch.Generator):
 
 
 def seeds_of(runner: Any, lengths: Sequence[int]) -> Seeds:
-    """The seed of each seeded request and the position of its next token. Its generator is set for the token behind its
-    drafts, which vLLM draws first."""
+    """The seed of each seeded request and the position of its next token. Also sets its generator for the token after
+    its drafts, which vLLM draws first."""
     batch, seeds = runner.input_batch, {}
     generators = batch.sampling_metadata.generators
     for request, generator in list(generators.items()):
@@ -152,7 +153,7 @@ def propose(
     proposer = proposer_of(runner)
     if proposer is None:
         if asks_for_block(runner) and "_enable_probabilistic_draft_probs" in vars(runner.drafter):
-            # V1 keeps q for its own rule alone.
+            # V1 keeps q only for its own rule.
             runner.drafter._enable_probabilistic_draft_probs = (
                 runner.speculative_config.draft_sample_method == "probabilistic"
             )
@@ -219,7 +220,7 @@ def expand_batch_to_tokens(
     original: Original, x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
     """The value of every request, repeated for each of its drafts. On the CPU vLLM's kernel writes into a copy, so
-    temperature, top-k and top-p of drafts are whatever was in memory."""
+    temperature, top-k and top-p of drafts would be whatever was in memory."""
     if _judging is None or x.device.type != "cpu":
         found: Tensor = original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
         return found
@@ -232,7 +233,7 @@ def expand_batch_to_tokens(
 def apply_sampling_constraints(
     original: Original, logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any
 ) -> Tensor:
-    """vLLM asks for the largest top-k of the drafts of a step, and there is none if the step has no drafts."""
+    """vLLM asks for the largest top-k of the drafts of a step, which fails if the step has no drafts."""
     if _judging is not None and not len(logits):
         say_once("Branchwise skips top-k and top-p in steps without drafts, where vLLM on the CPU fails.")
         return logits

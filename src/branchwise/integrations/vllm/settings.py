@@ -1,4 +1,4 @@
-"""What `--additional-config '{"branchwise": {…}}'` may say."""
+"""The settings in `--additional-config '{"branchwise": {…}}'`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from branchwise.errors import UsageError
 from branchwise.registry import check_known
 
 USUAL_BATCH = 8
-"""requests that one core drafts for in the time that speculation saves on a GPU (docs/vllm.md has the numbers)"""
+"""how many requests one core drafts for in the time that speculation saves on a GPU (docs/vllm.md has the numbers)"""
 CHOICES = {"chain": ("best", "drawn"), "verify": ("auto", "vllm"), "share": ("request", "tenant", "all")}
 
 
@@ -21,19 +21,19 @@ class Settings:
     draft: str = "memories"
     """the spec of a drafter without a model, such as `suffix`, `fused:recycle+ngram` or `retrieval:FOLDER`"""
     chain: str = "best"
-    """best: the chain that is worth most, without chance; drawn: from the drafter's distributions, verified as a block
-    with the q it was drawn from"""
+    """best: the chain with the most expected tokens, without chance; drawn: a chain drawn from the drafter's
+    distributions q, which is verified as a block with q"""
     floor: float = 0.1
-    """a chain ends before a token that is reached with less probability than this; a row of the pass costs too"""
+    """a chain ends before a token that is reached with less probability than this, since rows of a pass have a cost"""
     verify: str = "auto"
-    """auto: `block` for drawn chains and `match` for others; vllm: its own rule"""
+    """the rule of verification: auto (`block` for drawn chains and `match` for others), or vllm (its own rule)"""
     share: str = "request"
-    """whose texts a drafter learns from: those of one request, of one tenant, or all"""
+    """whose texts a drafter learns from: request, tenant or all"""
     tenants: int = 16
-    """tenants whose drafters are kept; the one that wrote nothing for longest is forgotten first"""
+    """how many tenants' drafters are kept; the drafter that has been idle longest is forgotten first"""
     batch: int = -1
-    """with more requests than this in a step nothing is drafted; 0 for no such limit, and -1 for `USUAL_BATCH` where
-    passes run on a device, which does not wait for the host to draft for many"""
+    """the most requests of a step that are drafted for; with more, nothing is drafted. 0 is no limit. -1 is
+    `USUAL_BATCH` on a device, which does not wait for the host to draft for many, and no limit elsewhere"""
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -47,14 +47,14 @@ class Settings:
                 raise UsageError(f"{name!r} of Branchwise in vLLM must be {rule}, not {getattr(self, name)}.")
 
     def most_requests(self, device_type: str) -> int:
-        """Requests of a step that are drafted for; 0 for any number."""
+        """The most requests of a step that are drafted for; 0 is no limit."""
         if self.batch >= 0:
             return self.batch
         return 0 if device_type == "cpu" else USUAL_BATCH
 
     @classmethod
     def read(cls, additional: Any) -> Settings:
-        """From vLLM's `additional_config`; a name that means nothing is refused."""
+        """Read the settings from vLLM's `additional_config`; an unknown name is refused."""
         given = additional.get("branchwise", {}) if isinstance(additional, Mapping) else {}
         if not isinstance(given, Mapping):
             raise UsageError(f'Additional config is {{"branchwise": {{…}}}}, with options inside, not {given!r}.')

@@ -1,7 +1,8 @@
-"""The texts that are being written, one state for each request, and the drafters that learn from them.
+"""The texts that are being written, with a state for each request, and the drafters that learn from them.
 
-A drafter serves one request, those of one tenant, or all: whoever shares a drafter shares what it has learned, and how
-often a draft is accepted tells something of the texts that it was learned from. So nothing is shared unless asked for.
+A drafter serves one request, those of one tenant, or all. Requests that share a drafter share what it has learned, and
+how often drafts are accepted reveals something about the texts that it has learned from. So nothing is shared unless
+asked for.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from branchwise.verify import Verdict
 TENANT = "branchwise_tenant"
 """the extra argument of a request that names its tenant"""
 TREE = "topk:1"
-"""of every drafter: chains are laid here, and this policy learns nothing and times nothing"""
+"""the tree policy of every drafter; chains are laid here, so it must learn and time nothing"""
 NO_PREFILL = torch.zeros(0, 0)
-"""vLLM computes no logits of a prompt but the last"""
+"""empty prefill logits: vLLM computes logits of the last prompt token only"""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for, as far as drafting depends on it."""
+    """The parts of a request that drafting depends on."""
 
     temperature: float = 0.0
     seeded: bool = False
     constrained: bool = False
-    """by a grammar, which cuts drafts by what they say"""
+    """whether a grammar constrains the text, which cuts drafts by their tokens"""
     tenant: str | None = None
     most: int | None = None
-    """tokens that it may have, prompt included"""
+    """the most tokens that the text may have, prompt included"""
 
 
 @dataclass(eq=False)
@@ -54,23 +55,23 @@ class Text:
     drafter: LookupDrafter
     asked: Asked
     laid: Laid | None = None
-    """what was drafted last"""
+    """the last chain that was drafted"""
 
 
 @dataclass
 class Drafters:
-    """A drafter for everyone, for every tenant or for every request."""
+    """One drafter for all requests, one for each tenant, or one for each request."""
 
     settings: Settings
     target: TargetInfo
     tenants: OrderedDict[str, LookupDrafter] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self._everyone = self._new()  # also if it is not used: a wrong spec is refused before the first request
+        self._everyone = self._new()  # made even if unused, so that a wrong spec is refused before the first request
 
     @property
     def reported(self) -> int:
-        """Tokens behind every node that a drafter asks a device for."""
+        """How many tokens after each node a device has to report for the drafter."""
         return self._everyone.needs.topk
 
     def of(self, asked: Asked) -> LookupDrafter:
@@ -91,7 +92,7 @@ class Drafters:
 
 
 def build_lookup_drafter(spec: str) -> LookupDrafter:
-    """The drafter of a spec, if it needs no model."""
+    """The drafter of a spec; refuses a drafter that needs a model."""
     spec = "memories" if spec == "auto" else spec
     free = issubclass(DRAFTERS.find(split_spec(spec)[0]), LookupDrafter)
     drafter = build_drafter(spec, TREE) if free else None
@@ -104,7 +105,7 @@ def build_lookup_drafter(spec: str) -> LookupDrafter:
 
 
 class Texts:
-    """All requests that are open, by their names in vLLM."""
+    """All open requests, by their names in vLLM."""
 
     def __init__(self, settings: Settings, target: TargetInfo, seed: int = 0) -> None:
         self.settings, self.seed = settings, seed
@@ -114,8 +115,8 @@ class Texts:
     def read(
         self, name: str | int, tokens: Sequence[int], asked: Asked, verified: Sequence[int], scored: Scored | None
     ) -> Text:
-        """Bring a request up to date. `tokens` are all that it has, `verified` the drafts of its last step, and
-        `scored` what that pass found after its root and after each of them, if it is known."""
+        """Bring a request up to date. `tokens` are all that it has, `verified` are the drafts of its last step, and
+        `scored` is what that pass found after its root and after each draft, if known."""
         text = self.open.get(name)
         known = 0 if text is None else len(text.sequence.tokens)
         if text is None or len(tokens) <= known or tokens[known - 1] != text.sequence.root:
@@ -129,7 +130,7 @@ class Texts:
         return text
 
     def draft(self, text: Text, length: int) -> list[int]:
-        """The next chain of a request, at most so long."""
+        """The next chain of a request, of at most `length` tokens."""
         if text.asked.most is not None:
             length = min(length, text.asked.most - len(text.sequence.tokens) - 1)
         if length < 1:
@@ -140,9 +141,9 @@ class Texts:
         return text.laid.tokens
 
     def draws(self, asked: Asked) -> bool:
-        """Whether a chain is drawn. A greedy text takes the most probable token whatever was drafted. A seeded one is
-        the same whatever was drafted before only without draws, and a grammar would cut drawn drafts by their tokens,
-        which biases them."""
+        """Whether a chain is drawn. For a greedy text drawing has no use. A seeded text must not depend on earlier
+        drafts, which it would with drawn chains. A grammar would cut drawn drafts by their tokens, which biases
+        them."""
         return self.settings.chain == "drawn" and asked.temperature > 0 and not asked.seeded and not asked.constrained
 
     def close(self, names: Iterable[str | int]) -> None:
@@ -155,7 +156,7 @@ class Texts:
         self.close([name for name in self.open if name not in names])
 
     def _start(self, name: str | int, prompt: Sequence[int], asked: Asked) -> Text:
-        # The same on every rank of a tensor-parallel group, and another for every request.
+        # The seed is the same on every rank of a tensor-parallel group, and differs between requests.
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         sampling = SamplingParams(temperature=asked.temperature, seed=int.from_bytes(digest, "little") >> 1)
         text = Text(SequenceState(list(prompt), sampling), self.drafters.of(asked), asked)
@@ -167,7 +168,7 @@ class Texts:
         sequence, drafter = text.sequence, text.drafter
         kept = len(written) - 1
         if scored is None or list(verified[:kept]) != written[:-1]:
-            return  # tokens alone are read when something is drafted
+            return  # without scores, `locate` will read the tokens when something is drafted
         laid, text.laid = text.laid, None
         cursor = drafter.locate(sequence) if laid is None else laid.cursor
         drafter.resume({sequence: cursor}, [chain_of([sequence.root, *verified])])

@@ -1,11 +1,11 @@
-"""Verification inside vLLM: what stands in for its `rejection_sample`.
+"""Verification inside vLLM: the replacement of its `rejection_sample`.
 
-A batch has three kinds of requests. A greedy one follows the argmax. One whose chain was drawn, with q, is verified as
-a block (`verify/block.py`). For any other, tokens are drawn from the target by vLLM's own sampler and the chain is kept
-for as long as it agrees (`match`): what is emitted are always the target's own draws.
+A batch has three kinds of requests. A greedy request follows the argmax. A request whose chain was drawn, with q, is
+verified as a block (`verify/block.py`). For any other request, vLLM's own sampler draws tokens from the target, and the
+chain is kept as long as it agrees with them (`match`), so every emitted token is the target's own draw.
 
-vLLM draws the token behind a whole chain before it verifies. So the distribution behind the last node is certain of
-that token: a verifier that comes there picks it.
+vLLM draws the token after a whole chain before it verifies. So after the last node the distribution is certain of that
+token, and a verifier that gets there picks it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.verify.block import Block
 
 NOTHING = -1
-"""vLLM's placeholder behind the tokens of a request"""
+"""vLLM's placeholder after the tokens of a request"""
 
 Seeds = Mapping[int, tuple[int, int]]
-"""request -> its seed, and the position of the first token that is judged"""
+"""request -> its seed, and the position of the first token that is verified"""
 NO_SEEDS: Seeds = {}
 Draws = Callable[[Tensor, dict[int, torch.Generator]], Tensor]
-"""one token for every row of logits (rows, vocabulary), from the generators of some rows"""
+"""draws a token for every row of logits (rows, vocabulary), with the given generators for some rows"""
 
 
 def generator_seed(seed: int, position: int) -> int:
-    """The seed of the draw at a position of a text. It depends on nothing else, so neither drafts nor the batch change
-    what a seeded request writes."""
+    """The seed of the draw at a position of a text. It depends on nothing else, so drafts and batch cannot change what
+    a seeded request writes."""
     return mix_int(mix_int(seed) + position + 1) >> 1
 
 
@@ -58,10 +58,10 @@ def verify(
 ) -> Tensor:
     """(batch, longest + 1) int32: the tokens that every request emits, then `NOTHING`.
 
-    `drafts` (rows,) are the chains one after the other, of these `lengths`; `logits` (rows, vocabulary) are those that
-    each drafted token is judged by, all warping done; `bonus` (batch,) follow whole chains. `q` (rows, vocabulary) is
-    known of the requests that are `drawn`. `greedy` (batch,) may be True or False for all. `chance` gives the
-    randomness of the requests (n,) that are verified as blocks.
+    `drafts` (rows,) are the chains one after another, of these `lengths`. `logits` (rows, vocabulary) judge the drafted
+    tokens, after all warping. `bonus` (batch,) are the tokens after whole chains. `q` (rows, vocabulary) is valid for
+    requests that are `drawn`. `greedy` (batch,) may be True or False for all. `chance` makes the randomness of the
+    requests (n,) that are verified as blocks.
     """
     layout = Layout(lengths, drafts.device)
     taken = _taken(logits, layout, greedy, seeds, draws)
@@ -79,8 +79,8 @@ def verify(
 
 
 def fresh_chance(seeds: Seeds, like: Tensor) -> Callable[[Tensor], Chance]:
-    """The randomness of one step: of a seeded request from its seed and position, of others from torch's generator,
-    whose state is the same on all ranks."""
+    """The randomness of one step. For a seeded request it comes from its seed and position, for others from torch's
+    generator, whose state is the same on all ranks."""
 
     def chance(requests: Tensor) -> Chance:
         fresh = torch.randint(1 << 62, (len(requests),), device=like.device)
@@ -102,12 +102,12 @@ class Layout:
         self.starts = ends - self.lengths
         owner = torch.repeat_interleave(torch.arange(len(lengths)), self.lengths)
         self.places = (torch.arange(len(owner)) - self.starts[owner]).to(device)
-        """(rows,): of each row in its chain"""
+        """(rows,): the place of each row in its chain"""
         self.owner = owner.to(device)
         """(rows,): the request of each row"""
 
     def emitted(self, drafts: Tensor, taken: Tensor, bonus: Tensor) -> Tensor:
-        """What is emitted if every request takes the tokens `taken` (rows,) for as long as its drafts agree."""
+        """The emitted tokens if every request takes the tokens `taken` (rows,) while its drafts agree."""
         lengths = self.lengths.to(drafts.device)
         out = torch.full((len(lengths), self.longest + 1), NOTHING, dtype=torch.int32, device=drafts.device)
         agrees = torch.zeros(len(lengths), self.longest + 1, dtype=torch.bool, device=drafts.device)
@@ -133,7 +133,7 @@ def _taken(logits: Tensor, layout: Layout, greedy: Tensor | bool, seeds: Seeds, 
 
 
 class ChainProbs:
-    """The target's distributions along chains that lie one after the other; behind a whole chain stands its bonus."""
+    """The target's distributions along chains that lie one after another; after a whole chain comes its bonus token."""
 
     greedy = False
     together = False

@@ -1,9 +1,9 @@
-"""Calls of functions in what a model writes: how its chat template has them written, and how they are read.
+"""Calls of functions in what a model writes: how its chat template wants them written, and how they are read.
 
-A call is one from the letter on with which its name is known and its arguments begin; from there on they are told as
-they are written. What fails to become a call before that letter is text. What fails behind it leaves a call with the
-arguments as far as they were JSON, and goes on as text: what was told stays told, and the answer is the same whether it
-is read at once or piece by piece.
+Text becomes a call at the letter with which its name is known and its arguments begin; from that letter on the
+arguments are passed on as they are written. Text that fails to become a call before that letter stays text. If a call
+fails after that letter, it keeps its arguments as far as they were JSON, and the rest is text again: what was passed on
+is never taken back, so the answer is the same whether it is read at once or piece by piece.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ class CallFormat:
     """How a model writes calls."""
 
     arguments: str
-    """the name of the field with the arguments"""
+    """the name of the field that holds the arguments"""
     opening: str = ""
     closing: str = ""
-    """tags around a call; without them an answer is a call from its first letter on, or none"""
+    """the tags around a call; without tags an answer is a call from its first letter on, or holds none"""
     inside: str = ""
-    """between a tag and its call"""
+    """what stands between a tag and its call"""
     between: str = ""
-    """two calls"""
+    """what stands between two calls"""
     several: bool = False
-    """whether an answer can have more than one"""
+    """whether an answer can have more than one call"""
 
 
 TAGGED = CallFormat("arguments", "<tool_call>", "</tool_call>", "\n", "\n", several=True)
-"""<tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen"""
+"""<tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen write it"""
 PLAIN = CallFormat("parameters")
-"""{"name": …, "parameters": …}, as Llama 3"""
+"""{"name": …, "parameters": …}, as Llama 3 writes it"""
 
 
 def format_of(template: str) -> CallFormat | None:
-    """How calls are written by a model with this chat template; None if it knows no tools, or writes them otherwise."""
+    """How a model with this chat template writes calls; None if it knows no tools, or writes another form."""
     try:
         asks = "tools" in meta.find_undeclared_variables(Environment(extensions=EXTENSIONS).parse(template))
     except TemplateError:
@@ -59,14 +59,14 @@ EXTENSIONS = ["jinja2.ext.loopcontrols", "jinja2.ext.do"]
 
 @dataclass(frozen=True)
 class Text:
-    """More of the text of an answer."""
+    """A further piece of the text of an answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that begins."""
+    """The beginning of a call."""
 
     index: int
     name: str
@@ -78,7 +78,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the arguments of the call that began last, as they are written."""
+    """A further piece of the arguments of the latest call."""
 
     index: int
     text: str
@@ -96,25 +96,25 @@ class CallReader:
         self.names = names
         self.several = several
         self.told = 0
-        """calls so far"""
+        """the number of calls so far"""
         self._held = ""
         self._said: list[Said] = []
         self._reads = self._text if form.opening else self._call
         self._written = Written(names, form)
-        self._before = ""  # the tag of what is being read, and the white space in front of it
+        self._before = ""  # the tag of the call that is being read, with the white space before the tag
 
     def push(self, text: str, *, last: bool = False) -> list[Said]:
-        """What is known with this much more of the text, in its order, and with `last` all the rest."""
+        """What this further piece of text makes known, in order; with `last` also all that was held back."""
         self._held += text
         self._said = []
         while self._reads(last):
             pass
         return self._said
 
-    # Each of these reads what is held; True if something else begins behind it, False if more of it must come.
+    # Each of these methods reads the text that is held; True if something else begins after it, False if it needs more.
 
     def _text(self, last: bool) -> bool:
-        """White space before calls and behind the last is part of their form: it waits as a beginning of tags does."""
+        """White space before calls and after the last is part of their form, so it is held back like half a tag."""
         opening = self.form.opening
         start = self._held.find(opening) if opening else -1
         if start >= 0:
@@ -142,7 +142,7 @@ class CallReader:
         return True
 
     def _closing(self, last: bool) -> bool:
-        """The tag behind a call; nothing is missed where there is none."""
+        """The tag after a call, which may be missing."""
         closing, found = self.form.closing, self._held.lstrip()
         if closing.startswith(found) and not last:
             return False
@@ -172,19 +172,19 @@ class CallReader:
 
 
 class Written:
-    """The object that describes a call, as far as it is written."""
+    """The object that describes a call, as far as it has been written."""
 
     def __init__(self, names: Collection[str], form: CallFormat) -> None:
         self.name: str | None = None
         self.index: int | None = None
-        """which call of the answer it is, once it is told"""
+        """the number of the call in the answer, once it is passed on"""
         self.failed = False
         self._names = names
         self._fields = (form.arguments, "arguments")
         self._letters = Letters()
         self._key = ""
-        self._arguments: list[str] | None = None  # those that were not asked for yet
-        self._inside = False  # the arguments
+        self._arguments: list[str] | None = None  # those that `further` has not returned yet
+        self._inside = False  # whether the arguments are being read
         self._rest: list[str] = []
 
     @property
@@ -197,16 +197,17 @@ class Written:
 
     @property
     def rest(self) -> str:
-        """All that is written; of a call what came since it is one, without its arguments."""
+        """What was written, to be read again as text; of a call what came since it is one, without arguments."""
         return "".join(self._rest)
 
     def further(self) -> str:
-        """The arguments that came since this was asked last."""
+        """The arguments that have come since the last call of this method."""
         found, self._arguments = "".join(self._arguments or ()), []
         return found
 
     def push(self, text: str) -> int:
-        """Read on; how many letters are part of it: those before one with which it fails, or until it is complete."""
+        """Read on, and return how many letters belong to the object: reading stops before a letter that does not fit,
+        or when the object is complete."""
         for place, letter in enumerate(text):
             if self.complete:
                 return place
@@ -224,7 +225,7 @@ class Written:
         return len(text)
 
     def _fits(self, letter: str) -> bool:
-        """Whether it still describes a call; it takes notice of what the letter ends or begins."""
+        """Whether the object still describes a call with this letter; also notes what the letter begins or ends."""
         letters, at, outermost = self._letters, self._letters.at, self._letters.depth == 1
         if not letters.push(letter):
             return False
@@ -247,7 +248,7 @@ class Written:
 
 
 def _waiting(text: str, tag: str) -> int:
-    """How many letters at the end of a text may be the beginning of a tag, with the white space in front of it."""
+    """How many letters at the end of a text may be the beginning of a tag, the white space before it included."""
     sizes = range(min(len(tag) - 1, len(text)), 0, -1)
     begun = next((size for size in sizes if tag.startswith(text[-size:])), 0)
     whole = text[: len(text) - begun]

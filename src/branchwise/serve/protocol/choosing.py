@@ -1,8 +1,8 @@
-"""The fields by which a request chooses its method or a specialist of it and asks to see its steps, and what may be
+"""The fields by which a request chooses its method or one of its specialists and asks to see its steps, and what may be
 chosen.
 
-A client names presets, or a drafter, a tree and a verifier with small numbers as their options. It never names a file,
-a folder or a model: what those are is for whoever starts the server.
+A client names a preset, or a drafter, a tree and a verifier with small numbers as options. It never names a file, a
+folder or a model: only the person who starts the server decides about those.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VERIFY = {
     "k-seq": "choose among independent paths token by token",
 }
 SHOWN_TREES = ("chain:4", "chain:8", "topk:12", "topk:24", "paced:24", "paths:2x4", "paths:4x4", "rsd-c:3,2,1,1")
-"""that are offered; others of the same kinds may be named"""
+"""trees that the server offers; requests may name others of the same kinds"""
 NAMED_SHAPES = ("template", "ranks")
 MOST_LETTERS = 80
 MOST_NODES = 128
@@ -60,7 +60,7 @@ _TREE = re.compile(rf"([a-z-]+)(?::((?:[a-z]+=)?{_NUMBER}(?:x\d{{1,3}})?(?:,(?:[
 
 
 class Chosen(BaseModel):
-    """What a request says of its method."""
+    """What a request says about its method."""
 
     method: Spec | None = None
     draft: Spec | None = None
@@ -77,8 +77,8 @@ class Chosen(BaseModel):
 
 
 def chosen(asked: Chosen, own: Method | None, head: str | None) -> Method | None:
-    """The method of a request, None for the server's `own`; refuses what clients may not name. `head` is the file that
-    a trained head is read from, if there is one."""
+    """The method of a request; None for the server's `own`. Refuses what clients may not name. `head` is the file of
+    the trained head, if the server has one."""
     if not asked.chooses:
         return None
     try:
@@ -90,7 +90,7 @@ def chosen(asked: Chosen, own: Method | None, head: str | None) -> Method | None
 
 
 def check_task(task: str | None, known: Sequence[str]) -> None:
-    """Refuse a task that what drafts has no specialist for; it has one for each that is `known`."""
+    """Refuse a task without a specialist; the drafter has one for each task that is `known`."""
     if task is None:
         return
     try:
@@ -125,7 +125,7 @@ def _chosen(asked: Chosen, head: str | None) -> Method:
 
 
 def _check(draft: str, tree: str | None, verify: str | None) -> None:
-    """Refuse what is neither a name nor a small number: no part of a spec may be a file, or ask for a huge tree."""
+    """Refuse a spec with anything but names and small numbers: no part of it may be a file, or ask for a huge tree."""
     found = _DRAFT.fullmatch(draft)
     check_known("drafter", found[1] if found else draft.partition(":")[0], DRAFTERS)
     if found is None:
@@ -146,7 +146,8 @@ def _check(draft: str, tree: str | None, verify: str | None) -> None:
 
 
 def offered(own: Method | None, head: str | None, lanes: int, tasks: Sequence[str] = ()) -> dict[str, Any]:
-    """What requests may choose, for people and for the page: which trees and verifiers fit which drafter too."""
+    """What requests may choose, for people and for the playground; each drafter with the trees and verifiers that
+    fit."""
     names = [name for name in DRAFTERS if name != HEAD or head is not None]
     presets = [one for one in PRESETS.values() if one.lossless and all(b == HEAD and head for b in one.blanks)]
     return {
@@ -160,7 +161,7 @@ def offered(own: Method | None, head: str | None, lanes: int, tasks: Sequence[st
 
 
 def _described(method: Method) -> dict[str, Any]:
-    """Without what it drafts with: that may be a path of this machine."""
+    """A method without its model or file, whose path on this machine clients must not see."""
     known = PRESETS.get(method.name)
     about = {} if known is None else {"about": known.about, "paper": known.paper}
     drafter = known.draft if known is not None else split_spec(method.draft)[0]
@@ -170,7 +171,7 @@ def _described(method: Method) -> dict[str, Any]:
 
 @cache
 def fits(draft: str) -> dict[str, list[str]]:
-    """The trees that a drafter can grow, "" for its own, and for each the verifiers that are exact for it."""
+    """The trees that a drafter can grow ("" for its own tree), each with the verifiers that are exact for it."""
     found: dict[str, list[str]] = {}
     for tree in ("", *SHOWN_TREES):
         try:

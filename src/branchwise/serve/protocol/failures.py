@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from branchwise.errors import BranchwiseError, QueueFull
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error", 429: "rate_limit_error"}
-"""of the statuses below 500 that are not simply an invalid request"""
+"""types of the statuses below 500 that are not simply an invalid request"""
 RETRY_SECONDS = "1"
 
 
 class Refusal(Exception):
-    """An answer that is an error."""
+    """An answer that is an error, raised."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Refusal(Exception):
 
 
 def refusal_of(error: BranchwiseError, param: str | None = None) -> Refusal:
-    """A mistake that the engine found in a request."""
+    """A refusal for a mistake that the engine found in a request."""
     if isinstance(error, QueueFull):
         return Refusal(429, str(error), code="queue_full")
     return Refusal(400, str(error), param=param)
 
 
 def install(app: FastAPI) -> None:
-    """Let every error leave the app in this form, also those of paths, methods and bugs."""
+    """Send every error of the app in this form, those of unknown paths, wrong methods and bugs included."""
 
     async def refused(request: Request, error: Any) -> JSONResponse:
         found: Refusal = error

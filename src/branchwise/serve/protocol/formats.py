@@ -1,7 +1,7 @@
-"""The form that an answer must have: OpenAI's `response_format`, and the fields of vLLM that say the same and more.
+"""The form that an answer must have: OpenAI's `response_format`, and the fields of vLLM for the same and more.
 
-vLLM has `structured_outputs` with one of json, regex, choice, grammar and json_object; its earlier versions had a field
-`guided_…` for each. All of them become what `branchwise.constrain` compiles.
+vLLM has `structured_outputs` with one of json, regex, choice, grammar and json_object; earlier versions had a field
+`guided_…` for each. All of them become something that `branchwise.constrain` compiles.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Formed(BaseModel):
 
     @property
     def wanted(self) -> Wanted | None:
-        """The form that the answer must have, if any; two are refused."""
+        """The form that the answer must have, or None; two forms are refused."""
         found = [*self._of_openai(), *self._of_vllm()]
         if len(found) > 1:
             fields = " and ".join(dict.fromkeys(one.field for one in found))
@@ -110,19 +110,19 @@ class Formed(BaseModel):
 
 
 def _one_of(texts: list[str] | None) -> str | None:
-    """A regular expression for any of these texts. Escaped are the letters that mean something there, and no others:
-    not every letter may be."""
+    """A regular expression for any of these texts. Only letters with a meaning in regular expressions are escaped,
+    because not every letter may be."""
     return None if texts is None else "|".join(re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text) for text in texts)
 
 
 def compiled(llm: LLM, wanted: Wanted, limits: Limits) -> Grammar:
-    """The form in the tokens of the model; what cannot be followed is refused. Takes a while for large ones."""
+    """The form in the tokens of the model. A form that no text can follow is refused. Takes a while for large forms."""
     try:
         compiler = compiler_for(llm.tokenizer, llm.engine.target.info.vocabulary, llm.stop_tokens, limits)
         grammar = compiler.compile(**wanted.source)
     except UsageError as error:
         raise refusal_of(error, wanted.field) from None
-    # Some grammars show only when they are asked for a token that they are too complex, which is the client's mistake.
+    # Some grammars turn out too complex only when asked for the first tokens, which is the client's mistake.
     first = grammar.constrain(0).here
     if not any(first.bits) or first.error:
         raise Refusal(400, first.error or "No text has this form.", param=wanted.field)

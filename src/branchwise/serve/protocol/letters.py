@@ -1,5 +1,5 @@
-"""JSON that is still being written: whether each further letter lets it become an object, and where in it that letter
-stands."""
+"""Reads JSON while it is being written: whether each further letter can still lead to an object, and where in the
+object that letter stands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class At(Enum):
     VALUE = auto()
     FIRST_ITEM = auto()
     NEXT = auto()
-    """a comma, or what closes an object or a list"""
+    """a comma, or the closing bracket of an object or a list"""
     STRING = auto()
     ESCAPE = auto()
     HEX = auto()
@@ -44,22 +44,22 @@ class Letters:
         self._open: list[str] = []
         self._is_key = False
         self._string: list[str] = []
-        self._digits = 0  # that an escape has so far
+        self._digits = 0  # the digits of an escape so far
         self._word = ""
 
     @property
     def depth(self) -> int:
-        """Objects and lists that are open."""
+        """How many objects and lists are open."""
         return len(self._open)
 
     @property
     def string(self) -> str:
-        """The key or the text that ended last."""
+        """The key or the string that ended last."""
         found: str = json.loads("".join(self._string))
         return found
 
     def push(self, letter: str) -> bool:
-        """Whether the text can still become an object; after a no there is nothing more to ask."""
+        """Whether the text can still become an object; once it cannot, no further letter may be pushed."""
         if self.at.quoted:
             return self._quoted(letter)
         if self.at is At.WORD:

@@ -22,10 +22,10 @@ from branchwise.serve.protocol.tools import Tool, grammar_of
 from branchwise.serve.settings import Limits
 
 COMPLETION_TOKENS = 16
-"""of a completion that says nothing, as OpenAI has it; a chat then goes on to the end of the context"""
+"""OpenAI's limit of a completion that names none; a chat without a limit goes on to the end of the context"""
 
 MOST_IN_FRONT = 4
-"""tokens that a tokenizer puts in front of a text"""
+"""the most tokens that a tokenizer puts in front of a text"""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Order:
     """What one request asks the engine for."""
 
     requests: list[Request]
-    """the choices of the first prompt, then those of the second"""
+    """the choices of the first prompt, then those of the second, and so on"""
     stops: tuple[str, ...]
     choices: int
-    """of each prompt"""
+    """how many choices each prompt gets"""
     echoes: list[str]
-    """for each prompt the text that its answers begin with"""
+    """for each prompt, the text that its answers begin with"""
     spelt: list[list[str]] | None = None
-    """for each prompt what its tokens add to that text, if they are reported like those of the answer"""
+    """for each prompt, what each token adds to that text, if prompt tokens are reported like those of the answer"""
     reading: Callable[[], CallReader] | None = None
-    """makes what finds calls of tools in an answer, if there are tools"""
+    """makes the reader that finds tool calls in an answer; None without tools"""
     decode: Callable[[Sequence[int]], str] | None = None
-    """tokens to text, if not as the model does it"""
+    """turns tokens into text; None for the model's own way"""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -64,8 +64,8 @@ class Prompts:
         self.context = llm.engine.target.info.context
 
     def order(self, asked: Asked, who: Hashable = None) -> Order:
-        """What a request asks for; refuses what the model cannot do. Takes a while for long texts. Cached rows of other
-        texts are used if these are of the same `who`."""
+        """What a request asks for; raises a `Refusal` if the model cannot do it. Takes a while for long texts. Cached
+        rows of another text are reused only if that text is of the same `who`."""
         echoes, scored = [""], False
         wanted, reading = asked.wanted, None
         if isinstance(asked, ChatAsked):
@@ -116,9 +116,9 @@ class Prompts:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """How the model calls tools; refused if it does not, or not so that it can be read."""
+        """How the model calls tools; refused if it calls none, or in a form that we cannot read."""
         template = self.llm.tokenizer.chat_template or ""
-        if isinstance(template, dict):  # several by name
+        if isinstance(template, dict):  # several templates by name
             template = template.get("tool_use", template.get("default", ""))
         if (found := format_of(str(template))) is None:
             said = "The chat template of this model knows no tools, or a form of calls that this server does not read."
@@ -127,7 +127,7 @@ class Prompts:
 
     @cached_property
     def _silent(self) -> frozenset[int]:
-        """Special tokens that are no text, and no tags of calls either."""
+        """Special tokens that are neither text nor tags of calls."""
         tokenizer, tags = self.llm.tokenizer, {self.calls.opening, self.calls.closing}
         special = {token: tokenizer.convert_ids_to_tokens(token) for token in tokenizer.all_special_ids}
         return frozenset(token for token, name in special.items() if name not in tags)
@@ -137,23 +137,23 @@ class Prompts:
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if tools or any(message.tells_of_tools for message in messages):
-            _ = self.calls  # which refuses them
+            _ = self.calls  # refuses a model whose calls cannot be read
         try:
             said = [message.as_dict() for message in messages]
             return self.llm.encode(said, tools=[tool.as_dict() for tool in tools])
         except UsageError as error:
             raise refusal_of(error, "messages") from None
-        except TemplateError as error:  # as templates say that roles must alternate
+        except TemplateError as error:  # for instance because roles must alternate
             raise Refusal(400, f"The chat template refuses these messages: {error}.", param="messages") from None
 
     def tokens(self, prompt: str | list[int], special: bool | None = None) -> list[int]:
-        """A prompt that is taken as it is; a text gets the tokens that its tokenizer puts around texts."""
+        """The tokens of a prompt that is taken as it is; a text gets the special tokens that its tokenizer adds."""
         if isinstance(prompt, str):
             return list(self.llm.tokenizer(prompt, add_special_tokens=special is not False, verbose=False)["input_ids"])
         return prompt
 
     def text(self, tokens: Sequence[int]) -> str:
-        """All of these tokens as text, special ones too."""
+        """All of these tokens as text, special tokens included."""
         self._check_vocabulary(tokens)
         found = self.llm.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(found)
@@ -166,12 +166,12 @@ class Prompts:
 
     def _spelt(self, prompt: list[int], echo: str) -> list[str]:
         """What each token of a prompt adds to the text that is echoed."""
-        plain = TextStream(self.llm.decode)  # as token ids are echoed
+        plain = TextStream(self.llm.decode)  # the same decoding as for echoed token ids
         whole = TextStream(self.text)
         for stream in (plain, whole):
             found = [stream.push(token) for token in prompt]
             found[-1] += stream.finish()
-            # In front of a text the tokenizer may put tokens that are no part of it.
+            # The tokenizer may put tokens in front of a text that are no part of it.
             places = range(min(len(found), MOST_IN_FRONT))
             first = next((place for place in places if "".join(found[place:]) == echo), None)
             if first is not None:
@@ -194,8 +194,8 @@ class Prompts:
             raise Refusal(400, f"The prompt holds token ids outside the vocabulary of {size}.", param="prompt")
 
     def _sampling(self, asked: Asked, choice: int, grammar: Grammar | None, prompt_length: int) -> SamplingParams:
-        """A request that says nothing samples at temperature 1, as with OpenAI. Every choice has a seed of its own, and
-        its own place in the grammar."""
+        """A request without a temperature samples at 1, as with OpenAI. Every choice has its own seed and its own place
+        in the grammar."""
         vocabulary = self.llm.engine.target.info.vocabulary
         top_k = asked.top_k or 0
         found = SamplingParams(

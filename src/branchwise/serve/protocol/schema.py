@@ -1,8 +1,8 @@
 """What a request may say: OpenAI's fields, and those that vLLM added for local models.
 
-A value of the wrong type is refused. A field that we know and do not support is refused unless it says what we do
-anyway. A field that nobody knows is ignored and named in the answer's header `X-Ignored-Fields`: clients send fields
-of other servers and of later versions, and expect an answer all the same.
+A value of the wrong type is refused. A field that we know and do not support is refused, unless its value asks for what
+we do anyway. An unknown field is ignored and named in the answer's header `X-Ignored-Fields`: clients send fields of
+other servers and of later versions, and expect an answer all the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
-"""fields that would change an answer, and the values with which they do not; null always is one"""
+"""fields that would change an answer, and the values with which they do not; null never does"""
 
 HARMLESS = frozenset(
     {
@@ -57,7 +57,7 @@ HARMLESS = frozenset(
         "verbosity",
     }
 )
-"""fields that are known and change no answer of ours"""
+"""fields that are known and never change an answer of ours"""
 
 
 class Form(BaseModel):
@@ -65,15 +65,15 @@ class Form(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that nobody knows; those that are no plain words are not repeated."""
+        """Names of unknown fields; only plain words, since a header repeats them."""
         unknown = set(self.model_extra or ()) - HARMLESS - set(UNSUPPORTED)
         return sorted(name for name in unknown if re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name))[:20]
 
     def check(self, limits: Limits) -> None:
-        """Refuse what is beyond the limits, and what we cannot do."""
+        """Refuse what exceeds the limits, and what we cannot do."""
         for name, harmless in UNSUPPORTED.items():
             value = (self.model_extra or {}).get(name)
-            # To Python false is 0, and to JSON it is not.
+            # In Python False equals 0, in JSON it does not.
             same = [one for one in harmless if one == value and isinstance(one, bool) is isinstance(value, bool)]
             if value is not None and not same:
                 raise Refusal(400, f"{name} is not supported by this server.", param=name, code="unsupported_value")
@@ -86,7 +86,7 @@ class StreamOptions(BaseModel):
 
 
 class Asked(Formed, Chosen, Form):
-    """What both kinds of completions take."""
+    """The fields that both kinds of completions take."""
 
     model: str | None = None
     n: Count | None = None
@@ -105,7 +105,7 @@ class Asked(Formed, Chosen, Form):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
     metrics: bool | None = None
-    """say in the answer what speculation did"""
+    """report in the answer what speculation did"""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class Asked(Formed, Chosen, Form):
 
     @property
     def alternatives(self) -> int:
-        """How many tokens are reported in the place of each."""
+        """How many alternatives are reported for each token."""
         raise NotImplementedError
 
     @property
@@ -197,9 +197,9 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[Called] | None = None
-    """of an assistant"""
+    """calls that an assistant has made"""
     tool_call_id: str | None = None
-    """which of them a tool answers"""
+    """the id of the call that a tool answers"""
     name: str | None = None
 
     @property
@@ -272,7 +272,7 @@ F = TypeVar("F", bound=Form)
 
 
 def parse(form: type[F], body: bytes, limits: Limits) -> F:
-    """The body of a request, checked; a mistake is told with the field it is in, never with its value."""
+    """The body of a request, checked; a mistake is reported with the name of its field, never with its value."""
     try:
         asked = form.model_validate_json(body)
     except ValidationError as error:

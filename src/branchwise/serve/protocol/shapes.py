@@ -16,19 +16,19 @@ from branchwise.serve.protocol.spelling import Spelling
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "length",  # the server ends: to the client the text is cut short, as by a limit
+    FinishReason.CANCELLED: "length",  # the server is ending: for the client the text is cut short, as by a limit
 }
 DONE = "data: [DONE]\n\n"
 Parts = dict[str, Any]
 
 
 def event(data: Parts) -> str:
-    """One event of a stream. JSON has no line ends inside, so an event is one line."""
+    """One event of a stream. JSON of one line holds no line ends, so an event is one line."""
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Parts:
-    """`cached_tokens` of the prompts were in the KV cache."""
+    """The token counts of a request; `cached_tokens` of its prompts were in the KV cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -38,14 +38,14 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Par
 
 
 class Shape(ABC):
-    """How the answers of one path look; one is made for each request."""
+    """The form of the answers of one path; every request gets its own."""
 
     prefix: str
     whole: str
     chunk: str
 
     def __init__(self, model: str, spelling: Spelling | None, reading: Callable[[], CallReader] | None = None) -> None:
-        """With a `spelling`, logprobs are reported; with a `reading`, calls of tools are."""
+        """With a `spelling`, logprobs are reported; with a `reading`, tool calls are."""
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.created = int(time.time())
         self.model = model
@@ -62,7 +62,8 @@ class Shape(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
-        """What a stream says of a choice before its first token, if anything; of an echo with logprobs its tokens."""
+        """What a stream says about a choice before its first token, or None; an echo with logprobs has prompt
+        tokens."""
         return None
 
     @abstractmethod
@@ -70,7 +71,7 @@ class Shape(ABC):
 
     @abstractmethod
     def deltas(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> list[Parts]:
-        """What a stream says of a choice for more of its text: one event each, and at least one."""
+        """What a stream says about more text of a choice: at least one event."""
 
 
 class CompletionShape(Shape):
@@ -78,7 +79,7 @@ class CompletionShape(Shape):
 
     def __init__(self, model: str, spelling: Spelling | None, reading: Callable[[], CallReader] | None = None) -> None:
         super().__init__(model, spelling, reading)
-        self._offsets: dict[int, int] = {}  # letters of every choice so far
+        self._offsets: dict[int, int] = {}  # letters of each choice so far
 
     def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
         return self.choice(index, echo, pieces, None) if echo else None
@@ -106,8 +107,8 @@ class CompletionShape(Shape):
         }
 
     def _top(self, spelling: Spelling, piece: Piece) -> dict[str, float | None] | None:
-        """The most probable tokens and, whether it is one of them or not, the token itself. Of tokens that are spelt
-        alike the most probable one is told. There is nothing before the first token of a prompt."""
+        """The most probable tokens, and the token itself even if it is not one of them. Of tokens with the same
+        spelling the most probable is reported. The first token of a prompt has no alternatives."""
         if piece.logprob is None:
             return None
         found: dict[str, float | None] = {}
@@ -136,8 +137,8 @@ class ChatShape(Shape):
         return {"index": index, "message": message, "logprobs": self._logprobs(pieces), "finish_reason": finish}
 
     def deltas(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> list[Parts]:
-        """A call and its arguments have events of their own: clients add up what has the index of a call, event by
-        event. The logprobs stand in the first, the end in the last."""
+        """A call and its arguments have events of their own, because clients add up the events with the index of a
+        call. The first event has the logprobs, the last one the finish reason."""
         said, finish = self._said(index, text, finish)
         silent: Parts = {"index": index, "logprobs": None, "finish_reason": None}
         found = [{**silent, "delta": delta} for delta in [_delta(one) for one in said] or [{}]]
@@ -146,7 +147,7 @@ class ChatShape(Shape):
         return found
 
     def _said(self, index: int, text: str, finish: str | None) -> tuple[list[Said], str | None]:
-        """Text and calls of a choice, and how it ends where it does."""
+        """Text and calls of a choice, and its finish reason once it has ended."""
         if self.reading is None:
             return [Text(text)] if text else [], finish
         reader = self._readers.setdefault(index, self.reading())

@@ -12,13 +12,13 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelling:
-    """Of one tokenizer. A token that is part of a character is written as OpenAI writes it, `bytes:\\xe2\\x82`."""
+    """Spells the tokens of one tokenizer; a part of a character as OpenAI does, `bytes:\\xe2\\x82`."""
 
     def __init__(self, llm: LLM) -> None:
         self._tokenizer = llm.tokenizer
         self._special = frozenset(llm.tokenizer.all_special_ids)
         ordinary = list(llm.tokenizer("a", add_special_tokens=False)["input_ids"])
-        # Some tokenizers drop the space before the first word of a text, so a token is decoded behind another one.
+        # Some tokenizers drop the space before the first word of a text, so a token is decoded after another one.
         self._before = ordinary[-1:]
         self.text = lru_cache(maxsize=1 << 16)(self._text)
 
@@ -44,7 +44,7 @@ class Spelling:
         )
 
     def _raw(self, token: int) -> bytes | None:
-        """The bytes of a token that is no text by itself, if its vocabulary says them."""
+        """The bytes of a token that is no text by itself, if the vocabulary holds them."""
         entry = str(self._tokenizer.convert_ids_to_tokens(token))
         if (byte := _BYTE.fullmatch(entry)) is not None:
             return bytes([int(byte[1], 16)])
@@ -54,7 +54,7 @@ class Spelling:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters in which byte-level vocabularies spell bytes."""
+    """The 256 characters with which byte-level vocabularies spell bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = iter(range(256, 512))
     return {chr(byte if byte in printable else next(rest)): byte for byte in range(256)}

@@ -1,6 +1,6 @@
-"""Functions that a model may call: what a request says of them, and what its answer must look like if it has to.
+"""Functions that a model may call: what a request says about them, and the form of an answer that has to call one.
 
-The names of the fields are OpenAI's. How a model writes its calls is told by its chat template; `calls.py` reads them.
+The names of the fields are OpenAI's. The chat template decides how a model writes its calls; `calls.py` reads them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tool(BaseModel):
     function: Function
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates read it; some want parameters of every function."""
+        """The function as chat templates read it; some expect every function to have parameters."""
         said = self.function.model_dump(exclude_none=True)
         return {"type": "function", "function": {"parameters": NO_PARAMETERS, **said}}
 
@@ -74,7 +74,7 @@ class Called(BaseModel):
     function: CalledFunction
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates read it: with the arguments as an object."""
+        """The call as chat templates read it: with its arguments as an object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except ValueError:
@@ -90,7 +90,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class Tooled(BaseModel):
-    """The fields of a chat that say what may be called, and what must be."""
+    """The fields of a chat that say which tools may be called, and which must be."""
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -109,12 +109,12 @@ class Tooled(BaseModel):
 
     @property
     def offered(self) -> list[Tool]:
-        """What the model is told of."""
+        """The tools that the model is told about."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def must_call(self) -> list[Tool]:
-        """The tools of which it has to call one."""
+        """The tools of which the model has to call one."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.offered if tool.function.name == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []
@@ -126,8 +126,8 @@ class Tooled(BaseModel):
 
 
 def grammar_of(tools: Sequence[Tool], form: CallFormat, tokens: Collection[str], *, several: bool) -> Wanted:
-    """The form of an answer that calls one of these tools, or several of them one after the other. Tags that are
-    `tokens` of their own are written so."""
+    """The form of an answer that calls one of these tools, or several of them one after another. Tags that are single
+    tokens of the model, which `tokens` holds, are written as these."""
     rules = []
     for number, tool in enumerate(tools):
         name = json.dumps(tool.function.name)
@@ -143,11 +143,11 @@ def grammar_of(tools: Sequence[Tool], form: CallFormat, tokens: Collection[str],
 
 
 def _spelt(parts: Sequence[str], tokens: Collection[str]) -> str:
-    """Texts one after the other, in the dialect of llguidance."""
+    """Texts one after another, in the dialect of llguidance."""
     return " ".join(part if part in tokens else json.dumps(part) for part in parts if part)
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Parameters that say nothing of further ones have none: a function has no use for them."""
+    """A schema of parameters that does not mention further properties forbids them: the function has no use for any."""
     said = {"additionalProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys()
     return parameters if said or "properties" not in parameters else {**parameters, "additionalProperties": False}

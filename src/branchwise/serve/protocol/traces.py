@@ -1,4 +1,4 @@
-"""What steps looked like, as the field `branchwise` of an event: for pages that show how a text came about."""
+"""Traces of steps as the field `branchwise` of an event: for pages that show how a text came about."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from branchwise.serve.protocol.spelling import Spelling
 
 
 def traced(pieces: Sequence[Piece], traces: Sequence[StepTrace], spelling: Spelling) -> dict[str, Any]:
-    """The tokens of an event, with their origin, and the steps that were made since the last one. On a GPU tokens
-    become text a step later, so `emitted` says which tokens are whose: steps and tokens both come in order."""
+    """The tokens of an event with their origin, and the steps since the last event. On a GPU the tokens of a step
+    become text one step later, so `emitted` says how many tokens each step wrote; steps and tokens both come in
+    order."""
     tokens = [{"text": piece.text, "token": spelling.text(piece.token), "source": piece.source} for piece in pieces]
     return {"tokens": tokens, "steps": [_step(one, spelling) for one in traces]}
 
@@ -38,5 +39,5 @@ def _node(node: Node, spelling: Spelling) -> dict[str, Any]:
 
 
 def _rounded(probability: float | None) -> float | None:
-    """JSON has no NaN, and nobody reads more digits."""
+    """Rounded to a few digits, because no reader needs more; NaN becomes null, because JSON has none."""
     return None if probability is None or probability != probability else float(f"{probability:.4g}")

@@ -27,11 +27,11 @@ from branchwise.serve.web.door import WRITTEN_DOWN
 from branchwise.serve.writing import Update
 
 GONE = 499
-"""the status that logs have for a client that left"""
+"""the status in logs of a request whose client left"""
 
 
 class Answering:
-    """One request that was understood, until it is answered and written down."""
+    """One request that was understood, until it is answered and has its line in the journal."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Answering:
         lane: Lane | None = None,
         spelling: Spelling | None = None,
     ) -> None:
-        """It is written in a `lane`, by default the server's own. A `spelling` spells what the request asks to see."""
+        """The request is written in a `lane`, by default the server's own. A `spelling` spells the tokens to show."""
         self.metrics = metrics
         self.asked = asked
         self.order = order
@@ -128,14 +128,14 @@ class Answering:
         return {"branchwise": traced(update.pieces, update.traces, self._spelling)}
 
     def _note(self, update: Update) -> None:
-        """Remember why a text ended; one that failed fails the request."""
+        """Remember why a text ended; a text that failed fails the request."""
         if update.finish is not None:
             self._finish[update.index] = update.finish
         if update.error is not None or update.finish is FinishReason.ERROR:
             raise self._failure(update)
 
     def _failure(self, update: Update) -> Refusal:
-        """A text that cannot follow its form is the mistake of who asked for it; any other failure is ours."""
+        """A text that cannot follow its grammar is the client's mistake; any other failure is ours."""
         constraint = self.writing.generations[update.index].constraint
         if constraint is not None and constraint.error is not None:
             field = None if self.asked.wanted is None else self.asked.wanted.field
@@ -146,12 +146,12 @@ class Answering:
         return self.order.echoes[index // self.order.choices]
 
     def _prompt_pieces(self, index: int) -> list[Piece]:
-        """The tokens of a prompt that is echoed with logprobs, like those of the answer."""
+        """The tokens of a prompt that is echoed with logprobs, in the same form as those of the answer."""
         if self.order.spelt is None:
             return []
         spelt, generation = self.order.spelt[index // self.order.choices], self.writing.generations[index]
         [first, *others] = generation.request.prompt
-        found = zip(others, spelt[1:], generation.prompt_scores, strict=False)  # fewer if it was cut
+        found = zip(others, spelt[1:], generation.prompt_scores, strict=False)  # fewer scores if it was cut
         rest = [Piece(token, text, False, logprob, top=top) for token, text, (logprob, top) in found]
         return [Piece(first, spelt[0], False, None), *rest]
 
@@ -161,7 +161,8 @@ class Answering:
 
     @property
     def _cached(self) -> int:
-        """Tokens of the prompts that came from the KV cache; further choices have all of theirs from the first."""
+        """Tokens of the prompts that came from the KV cache. Only the first choice of each prompt counts: the others
+        take all of theirs from it."""
         return sum(generation.stats.reused_tokens for generation in self.writing.generations[:: self.order.choices])
 
     def _usage(self) -> Parts:
@@ -174,7 +175,7 @@ class Answering:
         return {"metrics": {"speculative_decoding": self._speculation()}} if self.asked.metrics else {}
 
     def close(self) -> None:
-        """Free what still runs, count the request, write its line."""
+        """Free what still runs, count the request, and write its line in the journal."""
         if self._closed:
             return
         self._closed = True

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """What the paths share."""
+    """What all paths share."""
 
     def __init__(self, runner: Runner, settings: Settings) -> None:
         self.runner = runner
@@ -68,7 +68,7 @@ class Service:
         return Spelling(self.runner.llm)
 
     async def read(self, request: Request, form: type[F]) -> F:
-        """The request, understood."""
+        """The parsed request."""
         asked = parse(form, await read_body(request, self.settings.limits), self.settings.limits)
         named = asked.model_dump(include={"model"}).get("model")
         if named is not None and named not in self.settings.names:
@@ -77,7 +77,7 @@ class Service:
         return asked
 
     async def tokenizing(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Long texts take a while to become tokens; the event loop goes on meanwhile."""
+        """Turn texts into tokens on another thread: long texts take a while, and the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, work, *arguments)
 
     async def answer(self, request: Request, form: type[Asked], shape: type[Shape]) -> Response:
@@ -85,7 +85,7 @@ class Service:
         asked.metrics = asked.metrics or request.headers.get(METRICS_HEADER, "").lower() in ("1", "true")
         who = None if self.settings.share_prefixes else request.scope[WHO]
         order = await self.tokenizing(self.prompts.order, asked, who)
-        if self.runner.state is not State.READY:  # it has begun to end since the request came in
+        if self.runner.state is not State.READY:  # the server may have begun to end since the request came in
             raise Refusal(503, NOT_READY[self.runner.state])
         made = shape(self.settings.names[0], self.spelling if asked.wants_logprobs else None, order.reading)
         spelling = self.spelling if asked.trace else None
@@ -94,7 +94,7 @@ class Service:
         return await answering.respond(request)
 
     async def lane(self, asked: Asked) -> Lane | None:
-        """Where a request that names a method is written. Only the server's own method may draft with a pack."""
+        """The lane of a request that names a method, else None. Only the server's own method may draft with a pack."""
         method = chosen(asked, self.settings.method, self.head) if asked.chooses else None
         check_task(asked.task, self.runner.engine.drafter.tasks if method is None else ())
         if method is None:
@@ -109,7 +109,7 @@ class Service:
 
     @cached_property
     def head(self) -> str | None:
-        """The file of the trained head for the model, if there is one."""
+        """The file of the trained head for the model, or None."""
         assert self.runner.llm is not None
         shipped = shipped_head(self.runner.engine.target.info)
         return self.settings.head or (None if shipped is None else str(shipped))
@@ -121,7 +121,7 @@ class Service:
 
 
 def create_app(runner: Runner, settings: Settings) -> tuple[ASGIApp, Door]:
-    """The app, and the door in front of it, which knows who is inside."""
+    """The app, and the door in front of it, which counts the requests that are inside."""
     service = Service(runner, settings)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     failures.install(app)
@@ -133,7 +133,7 @@ def create_app(runner: Runner, settings: Settings) -> tuple[ASGIApp, Door]:
     door = Door(app, runner, settings, service.metrics)
     if not settings.origins:
         return door, door
-    # Before the door: a browser asks without a key whether it may ask.
+    # Outside the door, because a browser asks without a key whether it may ask.
     headers = ["Authorization", "Content-Type", METRICS_HEADER]
     return CORSMiddleware(door, settings.origins, allow_methods=["GET", "POST"], allow_headers=headers), door
 
@@ -185,7 +185,7 @@ def _status(app: FastAPI, service: Service) -> None:
         if runner.llm is None:
             raise Refusal(503, NOT_READY[runner.state])
         settings = service.settings
-        # The first to ask has every drafter tried with every tree, which takes a while.
+        # The first call tries every drafter with every tree, which takes a while.
         known = settings.method, service.head, settings.lanes, runner.engine.drafter.tasks
         return JSONResponse(await service.tokenizing(offered, *known))
 

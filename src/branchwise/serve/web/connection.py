@@ -1,4 +1,4 @@
-"""The connection to a client: a body read within its limits, events that stop when the client is gone."""
+"""The connection to a client: a body read within its limits, and events that stop when the client is gone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has left and does not wait for the answer any more."""
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body of a request. What is too large is refused as soon as that is known, whatever its headers say."""
+    """The body of a request. A body that is too large is refused as soon as that is known, whatever its headers say."""
     too_large = Refusal(413, f"A request may have {limits.body_bytes} bytes at most.", code="body_too_large")
     stated = request.headers.get("content-length", "0")
     if not stated.isdecimal() or len(stated) > 18 or int(stated) > limits.body_bytes:
@@ -39,7 +39,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, unless the client leaves before: then the work is cancelled, and `ClientGone` raised."""
+    """The result of some work. If the client leaves before, the work is cancelled, and `ClientGone` raised."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +58,7 @@ async def _gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `on_close` is called when the stream ends, however it does."""
+    """Server-sent events; `on_close` is called when the stream ends, for whatever reason."""
 
     def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None], headers: Mapping[str, str]) -> None:
         # A proxy that buffers or changes the stream would hold tokens back.

@@ -1,4 +1,4 @@
-"""The door: who may come in, whether the model is ready, how many are inside; before a request is read."""
+"""The door: what is decided before a request is read. Does it have a key, is the model ready, are too many inside?"""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from branchwise.serve.runner import Runner, State
 from branchwise.serve.settings import Settings
 
 KEPT = ("/v1/", "/tokenize", "/detokenize")
-"""paths that need a key, if there are keys; health and metrics are for those who run the server"""
+"""paths that need a key, if the server has keys; health and metrics are for those who run the server"""
 WRITTEN_DOWN = "branchwise.written_down"
-"""in the scope of a request that has, or will have, a line in the journal of its own"""
+"""set in the scope of a request that has, or will have, a line of its own in the journal"""
 
 WHO = "branchwise.who"
-"""in the scope of a request: the number of its key"""
+"""where the scope of a request holds the number of its key"""
 
 NOT_READY = {
     State.LOADING: "The model is loading; try again later.",
@@ -32,7 +32,7 @@ NOT_READY = {
 
 
 class Door:
-    """Stands around the whole app, so that a request is inside until the last byte of its answer is sent."""
+    """Wraps the whole app, so that a request counts as inside until the last byte of its answer is sent."""
 
     def __init__(self, app: ASGIApp, runner: Runner, settings: Settings, metrics: Metrics) -> None:
         self.app = app
@@ -60,7 +60,7 @@ class Door:
         self.empty.clear()
         try:
             await self.app(scope, receive, noting)
-        except Exception as error:  # answered with 500 by then; what it says may hold anything
+        except Exception as error:  # the client has got a 500; the error may hold anything
             journal.write_failure("a request", error)
         finally:
             self.inside -= 1
@@ -84,8 +84,8 @@ class Door:
 
 
 def check_key(request: Request, keys: Sequence[str]) -> int | None:
-    """Whose request it is, by the number of the key; refuse who has none, if there are keys. The time it takes says
-    nothing about them."""
+    """The number of the key that a request brings. If the server has keys, a request without one is refused. The
+    comparison takes equally long for all keys, so that its time reveals nothing about them."""
     if not keys:
         return None
     scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -1,7 +1,7 @@
 """The server's own description in OpenAPI's form: its paths, what requests may say, what answers look like.
 
-Bodies are read by hand, because their mistakes are told in OpenAI's form; so their schemas come from the models that
-read them, with the limits of this server.
+Bodies are read by hand, because mistakes are reported in OpenAI's form. So their schemas come from the models that read
+them, with the limits of this server.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ STATUSES = {
     503: "The server is loading, ending or broken.",
 }
 ASKING = (400, 404, 408, 413, 429, 500, 503)
-"""statuses of whatever has a body"""
+"""the statuses of every path that takes a body"""
 
 Schema = dict[str, Any]
 TEXT, WHOLE, NUMBER = ({"type": kind} for kind in ("string", "integer", "number"))
 
 
 def document(settings: Settings) -> Schema:
-    """The whole description."""
+    """The whole OpenAPI document."""
     _, shared = models_json_schema(
         [(form, "validation") for form in BODIES.values()], ref_template="#/components/schemas/{model}"
     )
@@ -68,7 +68,7 @@ def document(settings: Settings) -> Schema:
 
 
 def _describe(properties: dict[str, Schema], limits: Limits) -> None:
-    """Say what this server allows, and which values of fields that it does not support are as good as none."""
+    """Add the limits of this server, and for each unsupported field the values that mean the same as leaving it out."""
     for name, values in UNSUPPORTED.items():
         properties.setdefault(name, {"enum": [None, *values]})
     for name in HARMLESS:
@@ -82,7 +82,7 @@ def _describe(properties: dict[str, Schema], limits: Limits) -> None:
 
 
 def _bounded(schema: Schema, bound: str, value: int) -> None:
-    """Bound the form of a field that has one to bound: a number, a list or an object, and not the null beside it."""
+    """Set a bound in the schema of a field that may also be null: on its number, list or object, not on the null."""
     kind = {"maximum": "integer", "maxItems": "array", "maxProperties": "object"}[bound]
     for form in schema["anyOf"]:
         if form.get("type") == kind:
@@ -121,7 +121,7 @@ def _operation(says: str, answer: Schema, statuses: Iterable[int], locked: bool)
 
 
 def _stating(says: str, state: Schema) -> Schema:
-    """A path that says the same thing whether it is well or not."""
+    """A path whose answer has the same form whether it is well or not."""
     answers = {status: {"description": what, "content": state} for status, what in (("200", "Yes."), ("503", "No."))}
     return {"summary": says, "responses": answers}
 
@@ -147,7 +147,7 @@ def _ref(name: str) -> Schema:
 
 
 def _object(**properties: Schema) -> Schema:
-    """An object that has all of these; one whose schema allows null may be null."""
+    """An object that has all of these fields; a field whose schema allows null may be null."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 

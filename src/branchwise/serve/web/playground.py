@@ -1,4 +1,4 @@
-"""The playground: a static page at / that shows how texts come about. It asks the same paths as every client."""
+"""The playground: a static page at / that shows how texts come about. It uses the same paths as every client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADERS = {
 
 
 def add_pages(app: FastAPI) -> None:
-    """A path for every file of the page; it is open, and asks for a key where the server wants one."""
+    """Add a path for every file of the page. The page is open to all, and asks for a key if the server wants one."""
     for file in (files("branchwise.serve") / "page").iterdir():
         kind = KINDS.get(file.name.rpartition(".")[2])
         if kind is not None:

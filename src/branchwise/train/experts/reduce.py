@@ -1,13 +1,13 @@
-"""A mixture with fewer experts: those that a task does not use are dropped, and those that are alike become one.
+"""Reduces a mixture: experts that a task does not use are dropped, and experts that are alike become one.
 
-Ways to come from E experts of a layer to K, given what a task asks of them (`usage.py`):
+Ways to reduce the E experts of a layer to K, given how a task uses them (`usage.py`):
 
-    drop     the K that are used most stay as they are
-    cluster  the K groups of experts whose outputs are nearest are found, and of each the most used one stays
+    drop     the K most used experts stay as they are
+    cluster  the K groups of experts whose outputs are nearest are found, and the most used expert of each group stays
     merge    the same groups, each of them averaged by use, with its rows of the router
 
-The groups are those of HC-SMoE (arXiv 2410.08589). Every layer keeps as many experts, because the config of a model
-says one number for all, and every other program that loads the folder reads it there.
+The groups are those of HC-SMoE (arXiv 2410.08589). Every layer keeps the same number of experts, because the config of
+a model has one number for all layers, and other programs read it there.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from branchwise.train.experts.usage import Usage
 
 WAYS = "drop", "cluster", "merge"
 FAMILIES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"
-"""model types whose routers and experts are laid out as is expected here"""
+"""model types whose routers and experts have the layout that is expected here"""
 UNUSED = 1e-3
-"""of an even share: an expert that is used less is dropped before any groups are made"""
+"""the least use of an expert, as a share of an even one; an expert below it is dropped before groups are made"""
 
 Groups = list[list[int]]
-"""the experts that each kept one stands for, most used first"""
+"""groups of experts, each with the expert that stays and those that it replaces, the most used first"""
 
 
 def check_mixture(model: Any, name: str) -> int:
-    """The experts of every layer of a mixture that can be reduced."""
+    """The number of experts in each layer of a mixture; refuses a mixture that cannot be reduced."""
     layers = list(expert_layers(model))
     kind = model.config.get_text_config().model_type
     if not layers:
@@ -52,7 +52,7 @@ def check_sizes(experts: int, active: int, keep: int, sent: int | None) -> None:
 
 
 def grouped(usage: Usage, keep: int, way: str) -> Groups:
-    """Which experts of a layer stay, and which others each of them stands for; in the order of the layer."""
+    """Groups of the experts of a layer, of each of which one expert stays; in the order of the layer."""
     ranked = usage.share.argsort(descending=True, stable=True).tolist()
     if way == "drop":
         return [[expert] for expert in sorted(ranked[:keep])]
@@ -78,7 +78,7 @@ def _nearest(groups: Groups, distance: Tensor) -> tuple[int, int]:
 
 
 def reduced(model: Any, usages: Sequence[Usage], groups: Sequence[Groups], way: str, active: int | None = None) -> Any:
-    """A mixture with one expert for every group. All other weights are those of the model, and are shared with it."""
+    """A mixture with one expert for every group. All other weights are shared with the model."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -117,7 +117,7 @@ def _joined(weight: Tensor, share: Tensor, groups: Groups, way: str) -> Tensor:
 
 
 def _bring_buffers(found: Any, model: Any) -> None:
-    """Buffers that no state holds, such as rotary frequencies, from the model that it is made of."""
+    """Copy buffers that no state dict holds, such as rotary frequencies, from the model."""
     known = dict(model.named_buffers())
     for name, _ in list(found.named_buffers()):
         place, _, own = name.rpartition(".")
@@ -125,7 +125,7 @@ def _bring_buffers(found: Any, model: Any) -> None:
 
 
 def told(usage: Usage, groups: Groups, way: str) -> dict[str, Any]:
-    """What became of a layer; its `share` is that of the experts whose weights are still in it."""
+    """A report of a layer; `share` is that of the experts whose weights are still in it."""
     stays = [expert for group in groups for expert in (group if way == "merge" else group[:1])]
     return {
         "layer": usage.layer,

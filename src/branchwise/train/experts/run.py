@@ -1,9 +1,9 @@
-"""From a mixture and the prompts of a task to the folder of a reduced one.
+"""Reduces a mixture for the prompts of a task, and writes the result as a folder.
 
 UNCURL (Sarkar et al., arXiv 2409.01483) reduces the experts of every layer offline, for a task. It finds that quality
-holds up to a threshold of how many are pruned, which depends on how many there were, and falls beyond it. No number of
-theirs can be carried over, so the threshold is looked for here: on a part of the task that nothing was counted on, the
-fewest experts of which the whole model still accepts a wanted share.
+holds while no more than some share of the experts is pruned, which depends on their number, and falls beyond that. Its
+thresholds cannot be carried over. So the threshold is searched here, on a held-out part of the task: the fewest experts
+with which the whole model still accepts a given share.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from branchwise.train.experts.usage import Text, Usage, acceptance, usage_of
 from branchwise.train.folder import whole_folder
 
 HELD_OUT = 4
-"""one of so many prompts is kept to measure with"""
+"""one of this many prompts is kept to measure with"""
 BATCH = 8
-"""answers that are written together"""
+"""answers that the model writes together"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to reduce a mixture, and what came of it."""
+    """A way to reduce a mixture, and its result."""
 
     keep: int
     way: str
     acceptance: float
-    """of what the reduced model draws, by the whole one, on held-out answers"""
+    """the acceptance of the reduced model's drafts by the whole model, on held-out answers"""
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
     model: Any
     experts: int
-    """of a layer before"""
+    """experts of a layer before the reduction"""
     chosen: Trial
     trials: list[Trial]
     layers: list[dict[str, Any]]
@@ -55,7 +55,7 @@ class Reduction:
 def answers(
     llm: LLM, items: Sequence[Item], tokens: int, temperature: float, seed: int, progress: Progress = silent
 ) -> list[Text]:
-    """What the model answers to prompts, which is what a drafter has to foresee."""
+    """The model's answers to prompts, which a drafter will have to predict."""
     found: list[Text] = []
     done = 0
     for raw in (False, True):
@@ -72,7 +72,7 @@ def answers(
 
 
 def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """Texts to count, and others to measure with."""
+    """Texts to count, and texts to measure with."""
     if len(texts) < 2:
         raise UsageError("One answer cannot be both counted and measured with; give the task at least two prompts.")
     every = min(HELD_OUT, len(texts))
@@ -92,8 +92,8 @@ def reduce_experts(
     least: float = 0.9,
     progress: Progress = silent,
 ) -> Reduction:
-    """The best reduction to `keep` experts, or to the fewest of which the model accepts at least `least`; by one way,
-    or by the best of all."""
+    """The best reduction to `keep` experts, or to the fewest with which the model accepts at least `least`. It is made
+    by one `way`, or by the best of all."""
     count = check_mixture(model, name)
     check_sizes(count, active_experts(model.config) or count, keep or count, active)
 
@@ -121,7 +121,7 @@ def reduce_experts(
 
 
 def _sizes(count: int, least: int) -> list[int]:
-    """Half as many experts, and half of these, and so on."""
+    """The number of experts, then half as many, and so on down to `least`."""
     sizes = [count]
     while sizes[-1] // 2 >= max(least, 1):
         sizes.append(sizes[-1] // 2)
@@ -137,7 +137,7 @@ def _tried(
 
 
 def save_reduction(found: Reduction, tokenizer: Any, out: Path, about: dict[str, Any]) -> None:
-    """The reduced model as a folder that transformers loads, with its tokenizer and where it came from."""
+    """Write the reduced model as a folder that transformers loads, with its tokenizer and its provenance."""
     size = sum(weight.nbytes for weight in found.model.parameters())
     noted = {
         **about,

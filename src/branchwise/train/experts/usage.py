@@ -1,6 +1,6 @@
-"""Which experts a mixture uses for a task, and how alike they are: what its routers say while it reads texts.
+"""Which experts of a mixture a task uses, and how alike they are, as its routers show while the model reads texts.
 
-Counted are the answers alone: drafts are made there, and prompts are only read.
+Only answers are counted: drafts are made there, while prompts are only read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from branchwise.backends.transformers.experts import ExpertLayer, distances, expert_layers
 
 SAMPLED = 256
-"""tokens by whose hidden states the experts of a layer are compared"""
+"""how many tokens provide the hidden states by which the experts of a layer are compared"""
 
 
 class Text(NamedTuple):
@@ -25,23 +25,23 @@ class Text(NamedTuple):
 
     tokens: list[int]
     prompt: int
-    """tokens of the prompt"""
+    """the number of tokens of the prompt"""
 
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """What a task asks of the experts of one layer."""
+    """How a task uses the experts of one layer."""
 
     layer: str
     share: Tensor
-    """(experts,) float64: of the weight with which experts answered; they add up to 1"""
+    """(experts,) float64: the share of each expert in the weight of all answers; the shares sum to 1"""
     distance: Tensor
-    """(experts, experts): of their outputs"""
+    """(experts, experts): the distances between their outputs"""
 
 
 @torch.no_grad()
 def usage_of(model: Any, texts: Sequence[Text], progress: Callable[[int], None] = lambda done: None) -> list[Usage]:
-    """What these texts ask of every layer of a mixture."""
+    """How these texts use every layer of a mixture."""
     layers = list(expert_layers(model))
     weights = {layer.name: torch.zeros(layer.count, dtype=torch.float64) for layer in layers}
     seen: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
@@ -59,7 +59,7 @@ def usage_of(model: Any, texts: Sequence[Text], progress: Callable[[int], None] 
             assert layer.router is not None
             undo.callback(layer.router.register_forward_hook(partial(watch, layer.name)).remove)
         for number, text in enumerate(texts, start=1):
-            answer = text.prompt - 1  # what follows the prompt is the first that is drafted
+            answer = text.prompt - 1  # the last token of the prompt predicts the first that is drafted
             model(torch.tensor([text.tokens], device=model.device), use_cache=False, logits_to_keep=1)
             progress(number)
     return [_usage(layer, weights[layer.name], torch.cat(seen[layer.name])) for layer in layers]
@@ -71,7 +71,7 @@ def _usage(layer: ExpertLayer, weights: Tensor, hidden: Tensor) -> Usage:
 
 @torch.no_grad()
 def acceptance(model: Any, draft: Any, texts: Sequence[Text]) -> float:
-    """How much of what the draft draws the model accepts: the mean of sum of min(p, q) over the tokens of answers."""
+    """The share of the draft's tokens that the model accepts: the mean of sum of min(p, q) over answer tokens."""
     kept, count = 0.0, 0
     for text in texts:
         tokens = torch.tensor([text.tokens], device=model.device)

@@ -1,9 +1,9 @@
 """What a head with cross-attention learns from: keys and values of its target, also as they stand far into a text.
 
-Texts to learn from are short, and distances in a long one are large. LongSpec's anchor-offset positions (arXiv
+Texts to learn from are short, and distances in a long text are large. LongSpec's anchor-offset positions (arXiv
 2502.17421) bring the distances without the length: the first few tokens, to which attention always returns, keep their
-positions, and all others are moved far away. The target reads its text where it stands. Rotary keys turn with their
-positions, so those of the moved tokens are turned further, and nothing else of the target changes.
+positions, and all others are moved far away. The target itself reads the text at its true positions. Rotary keys turn
+with their positions, so the keys of the moved tokens are turned further; nothing else of the target changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from branchwise.draft.head.network import rotated
 from branchwise.errors import UsageError
 
 ANCHORS = 4
-"""tokens at most that keep their positions"""
+"""the most tokens that keep their positions"""
 FARTHEST = 30_000
 """the largest position that is learned, if the target has it; both numbers are LongSpec's"""
 
@@ -29,7 +29,7 @@ class LayerCache(BlankCache):
     """Catches the keys and values of one layer during a pass over whole texts, and keeps no others."""
 
     def __init__(self, layer: str) -> None:
-        """`layer` is named as in `TargetInfo.layers`: its number comes last."""
+        """`layer` is a name from `TargetInfo.layers`; its last part is the layer's number."""
         super().__init__()
         self._layer = int(layer.rpartition(".")[2])
         self.rows: CachedRows | None = None
@@ -43,14 +43,14 @@ class LayerCache(BlankCache):
 
 
 def moved_positions(rows: int, farthest: int, rng: random.Random) -> Tensor:
-    """(rows,): positions that count on, with one jump behind the first few, so that all are below `farthest`."""
+    """(rows,): consecutive positions with one jump after the first few, such that all are below `farthest`."""
     places = torch.arange(rows)
     anchors, offset = rng.randint(0, ANCHORS), rng.randint(0, max(0, min(farthest, FARTHEST) - rows))
     return places + offset * (places >= anchors)
 
 
 def moved_keys(cached: CachedRows, positions: Tensor, frequencies: Tensor) -> CachedRows:
-    """The same tokens, counted from 0 on in `cached`, as if they stood at `positions` (tokens,)."""
+    """The keys of `cached`, which were counted from 0, as if their tokens stood at `positions` (tokens,)."""
     places = torch.arange(len(positions), device=positions.device)
     angles = (positions - places)[:, None] * frequencies
     keys = rotated(cached.keys.to(frequencies.dtype), angles.cos(), angles.sin())

@@ -1,8 +1,8 @@
 """Learning: a head follows its target through texts that the target wrote.
 
 Hidden states are computed anew for every batch and never stored. At every depth the head learns the target's
-distribution over the token table and its most probable token. Rates follow the clock, so that a run of given minutes
-uses them all; a checkpoint holds everything that the next step needs.
+distribution over the token table and its most probable token. Learning rates follow the clock, so that a run uses
+exactly its given minutes. A checkpoint holds everything that the next step needs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Recipe:
     """How a head is trained; the numbers were compared on SmolLM2 (docs/heads.md)."""
 
     minutes: float
-    """of learning, on the clock"""
+    """minutes of learning, on the clock"""
     steps: int | None = None
-    """so many steps instead, whatever they take"""
+    """the number of steps to take instead, however long they take"""
     depth: int = 5
     decay: float = 0.8
-    """weight of each depth, as a share of the one before"""
+    """the weight of each depth, as a share of the one above"""
     tokens: int = 32_768
-    """of a batch"""
+    """tokens of a batch"""
     muon: float = 0.02
     adam: float = 1e-3
     warm: float = 0.03
@@ -54,7 +54,7 @@ class Recipe:
     chunk: int = 8192
     """rows whose logits are in memory at a time"""
     moved: float = 0.75
-    """share of the batches whose positions are moved far into a text, for a head with cross-attention"""
+    """share of the batches whose positions are moved far into a text; only for a head with cross-attention"""
     seed: int = 0
 
 
@@ -63,11 +63,11 @@ class Score:
     """What a head would have drafted in held-out texts."""
 
     hits: list[float]
-    """for each depth how often its best token was the target's best, given that all before it were"""
+    """for each depth how often its best token was the target's best token, given that all before it were"""
 
     @property
     def tokens(self) -> float:
-        """Tokens a pass that a chain of this depth would give."""
+        """Tokens a pass of a chain of this depth."""
         kept, whole = 1.0, 1.0
         for hit in self.hits:
             kept *= hit
@@ -76,10 +76,10 @@ class Score:
 
 
 class Observed(NamedTuple):
-    """What a pass of the target over whole texts found."""
+    """The results of a pass of the target over whole texts."""
 
     hidden: list[Tensor]
-    """outputs of the taps, (batch, length, width) each"""
+    """outputs of the tapped layers, (batch, length, width) each"""
     last: Tensor
     """(batch, length, width): the states that the output rows read"""
     cached: CachedRows | None
@@ -121,11 +121,11 @@ class Learner:
     target: Watched
     recipe: Recipe
     elapsed: float = 0.0
-    """seconds of learning so far, earlier runs included"""
+    """seconds of learning so far, those of earlier runs included"""
     steps: int = 0
     best: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
-    """what was scored, and when"""
+    """all scores so far, each with its time"""
 
     def __post_init__(self) -> None:
         matrices = [weight for weight in self.head.parameters() if weight.ndim == 2]
@@ -143,7 +143,7 @@ class Learner:
 
     @property
     def rate(self) -> float:
-        """The share of the full rates at this time."""
+        """The share of the full learning rates at this time."""
         done, recipe = self.done, self.recipe
         if done < recipe.warm:
             return max(done / recipe.warm, 0.02)
@@ -155,13 +155,13 @@ class Learner:
 
     @contextmanager
     def _quickly(self) -> Iterator[None]:
-        """Half precision on CUDA, and attention without cuDNN, which plans anew for every length."""
+        """Use half precision on CUDA, and attention without cuDNN, which makes a new plan for every length."""
         device = self.target.table.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), sdpa_kernel(KERNELS):
             yield
 
     def learn(self, texts: Sequence[Text]) -> float:
-        """One step on a batch; its loss."""
+        """Take one step on a batch, and return its loss."""
         start = time.perf_counter()
         for optimiser, full in zip(self.optimisers, (self.recipe.muon, self.recipe.adam), strict=True):
             for group in optimiser.param_groups:
@@ -170,7 +170,7 @@ class Learner:
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
         with warnings.catch_warnings():
-            # Muon multiplies in bfloat16. A CPU that cannot do so quickly is told of with a stack of C++ frames.
+            # Muon multiplies in bfloat16. On a CPU without fast bfloat16, torch warns with a stack of C++ frames.
             warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
             for optimiser in self.optimisers:
                 optimiser.step()
@@ -187,7 +187,7 @@ class Learner:
         for texts in batches:
             right: Tensor | None = None
             for depth, (rows, good) in enumerate(self._hits(texts)):
-                # A depth counts where all depths before it, of the same anchor, were right.
+                # A depth counts only if all depths before it, of the same anchor, were right.
                 if right is not None:
                     rows = rows & functional.pad(right[:, :-1], (1, 0))
                 right = rows & good
@@ -200,12 +200,12 @@ class Learner:
     def _batch(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """(batch, length) tokens, and which tokens belong to an answer."""
         longest = max(len(text.tokens) for text in texts)
-        length = 2 - (2 - longest) // 8 * 8  # rows of a multiple of eight, which attention likes
+        length = 2 - (2 - longest) // 8 * 8  # a multiple of eight rows, which attention kernels prefer
         return padded(texts, self.target.table.device, length)
 
     def _unrolled(self, texts: Sequence[Text], *, moved: bool = False) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Predictions by depth, the target's states where each is judged, tokens, and the rows that count. Positions
-        may be `moved` in some batches."""
+        """Predictions by depth, the target's states that judge each of them, the tokens, and the rows that count. With
+        `moved`, some batches get moved positions."""
         tokens, answers = self._batch(texts)
         positions = self._positions(tokens.shape[1] - 2) if moved else None
         with self._quickly():
@@ -219,8 +219,8 @@ class Learner:
         return found, last[:, 1:-1], tokens, answers[:, 2:]
 
     def _positions(self, rows: int) -> Tensor | None:
-        """(rows,): positions of this step's batch, None for plain ones. Seed and step decide, so that a run goes on as
-        if it had not been ended."""
+        """(rows,): moved positions of this step's batch, or None for plain ones. Seed and step decide, so that a
+        continued run does what an unbroken one would."""
         rng = random.Random(f"positions {self.recipe.seed} {self.steps}")
         if not self.head.config.cross or rng.random() >= self.recipe.moved:
             return None
@@ -243,19 +243,19 @@ class Learner:
         return (self.recipe.decay ** torch.arange(depths, device=self.target.table.device))[:, None]
 
     def _before(self, tokens: Tensor, rows: tuple[Tensor, ...]) -> Tensor | None:
-        """(rows, width): embeddings of the tokens before those that rows of a batch predict, if the head asks."""
+        """(rows, width): embeddings of the tokens before those that the rows predict, if the head uses them."""
         return self.target.embeddings[tokens[:, 1:-1][rows]] if self.head.config.bias else None
 
     @torch.no_grad()
     def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Where in the table the target's best token stands, and whether it does, (rows,) each."""
+        """The target's best tokens as indices of the table, and whether the table has them, (rows,) each."""
         chunks = states.split(self.recipe.chunk)
         best = torch.cat([functional.linear(part, self.target.output).argmax(-1) for part in chunks])
         places = self.target.place[best]
         return places.clamp_min(0), places >= 0
 
     def _hits(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each depth (rows that count, rows where the head's best token is the target's), (batch, rows) each."""
+        """For each depth the rows that count, and the rows whose best token is the target's, (batch, rows) each."""
         found, states, tokens, counted = self._unrolled(texts)
         chosen = counted.nonzero(as_tuple=True)
         wanted, known = self._best(states[chosen])

@@ -1,7 +1,7 @@
 """The loss of a head: half its divergence from the target's distribution, half its surprise at the target's best token.
 
-Both are over the token table. Logits of a batch would fill the memory many times over, so they are made in chunks, and
-each chunk leaves behind its loss and the gradient of what it was made from, never the logits.
+Both are over the token table. The logits of a batch would not fit into memory, so they are made in chunks; of each
+chunk its loss is kept and the gradient by its inputs, never the logits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from branchwise.cuda.graphs import have_kernels
 
 
 def loss_of(outputs: Tensor, rows: Tensor, states: Tensor, wanted: Tensor, weights: Tensor, chunk: int) -> Tensor:
-    """The weighted sum of the losses of outputs (depths, tokens, width), normed for the output rows.
+    """The weighted sum of the losses of normed outputs (depths, tokens, width).
 
-    All depths are judged by the same: the states (tokens, width) of the target and the places of its best tokens in
+    All depths are judged by the same states (tokens, width) of the target, and the same places of its best tokens in
     the table. `weights` are (depths, tokens).
     """
     loss: Tensor = _Loss.apply(outputs, rows, states, wanted, weights, chunk)  # type: ignore[no-untyped-call]

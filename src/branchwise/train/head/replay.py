@@ -1,7 +1,7 @@
-"""What a head would have drafted in texts that are there already: tokens a pass, without a pass.
+"""What a head would have drafted in texts that exist already: tokens a pass, counted without a pass.
 
-From every token of an answer the head grows its most probable tree (`topk` of the policies), all tokens of a text at
-once. A greedy target would have accepted what the text says; jumping from verdict to verdict then counts the passes.
+From every token of an answer the head grows its most probable tree (`topk` of the policies), for all tokens of a text
+at once. A greedy target would have accepted what the text says. So jumping from verdict to verdict counts the passes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from branchwise.train.head.learn import Watched
 from branchwise.train.head.unroll import unroll
 
 OFF = -2
-"""where a text goes that has left its tree: nothing is below"""
+"""the place of a text that has left its tree: no node lies below it"""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree as `topk:N,depth=D,width=W` draws it; a chain is one of width 1."""
+    """A tree as `topk:N,depth=D,width=W` draws it; a chain is a tree of width 1."""
 
     nodes: int
     depth: int
     width: int
     copies: int = 0
-    """tokens that may be copied from where the end of the text stood before"""
+    """the most tokens that may be copied from where the end of the text stood before"""
 
     @classmethod
     def chain(cls, length: int) -> Shape:
@@ -45,7 +45,7 @@ class Replay:
         self.head, self.target = head, target
 
     def passes(self, text: Text, shapes: Sequence[Shape]) -> list[int]:
-        """How many passes an answer takes with trees of each shape, which differ in their nodes and copies alone."""
+        """How many passes an answer takes with trees of each shape; shapes may differ in `nodes` and `copies` alone."""
         kept = self.accepted(text, shapes)
         end = len(text.tokens) - 1
         found = []
@@ -68,7 +68,7 @@ class Replay:
         }
         found = torch.stack([self._walk(ways[shape.copies], tokens, text.prompt, shape) for shape in shapes])
         if text.prompt == 1:
-            found[:, 0] = 0  # there are no states to draft from yet
+            found[:, 0] = 0  # the first token has no hidden states before it to draft from
         return found
 
     def _grown(self, tokens: Tensor, prompt: int, shape: Shape) -> Nodes:
@@ -88,7 +88,7 @@ class Replay:
         predict, carry = rows.predict[0, before][:, None], rows.carry[0, before][:, None]
         table, output = self._table(tokens[:prompt])
         values, known = torch.zeros(len(roots), 1, device=tokens.device), tokens[roots][:, None]
-        expanded = torch.full_like(known, -1)  # which of the proposed nodes they are
+        expanded = torch.full_like(known, -1)  # the indices of the expanded nodes among those proposed
         levels, first = list[Nodes](), 0
         for depth in range(shape.depth):
             previous = embeddings[known].to(dtype) if head.config.bias else None
@@ -112,7 +112,7 @@ class Replay:
 
     @staticmethod
     def _copying(proposed: Nodes, tokens: Tensor, prompt: int, depth: int, copies: int) -> Nodes:
-        """What is proposed, at most so deep, and so many tokens that each root may copy."""
+        """The proposed nodes, and at most `copies` tokens that each root may copy, down to `depth`."""
         if not copies:
             return proposed
         roots = torch.arange(prompt - 1, len(tokens) - 1, device=tokens.device)
@@ -130,7 +130,8 @@ class Replay:
     def _ahead(
         self, features: Tensor | None, embeddings: Tensor, before: Tensor, depth: int, cached: CachedRows | None
     ) -> list[Tensor]:
-        """By depth what a parallel head predicts in the rows before the roots, (roots, width); nothing for others."""
+        """By depth what a parallel head predicts in the rows before the roots, (roots, width); empty for other
+        heads."""
         if not self.head.config.masks or features is None:
             return []
         longer, after = (functional.pad(part, (0, 0, 0, depth)) for part in (features, embeddings))
@@ -164,10 +165,10 @@ class Replay:
 
 
 class TextCache:
-    """Keys and values of all rows of a text, and of the nodes above each expanded one in the trees of all roots."""
+    """Keys and values of all rows of a text, and of the nodes above each expanded node in the trees of all roots."""
 
     def __init__(self, head: Head, rows: int, roots: Tensor, cached: CachedRows | None) -> None:
-        """`cached` (1, heads, tokens, width) are the keys and values of the target, if the head attends to these."""
+        """`cached` (1, heads, tokens, width) are the keys and values of the target, if the head attends to them."""
         self._groups = head.config.heads // head.config.kv_heads
         self._window = head.config.window
         self._depth = 0
@@ -186,7 +187,7 @@ class TextCache:
         return functional.scaled_dot_product_attention(query, key, value, (ages >= 0) & (ages < self._window))
 
     def look_whole(self, query: Tensor) -> Tensor:
-        """Attention of the rows of the text to the target, each as far as the target has been then."""
+        """Attention of the rows of the text to the target; each row sees what the target has read by then."""
         assert self._cached is not None
         keys, values = self._cached
         return functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
@@ -195,15 +196,15 @@ class TextCache:
         """Attention of a level, (roots, heads, nodes, width), to what the target has read before each root."""
         assert self._cached is not None
         keys, values = (part[0] for part in self._cached)
-        unread = self._rows >= self._roots[:, None].clamp_min(1)  # a text of one token means nothing, and stays finite
+        unread = self._rows >= self._roots[:, None].clamp_min(1)  # root 0 sees one row, to stay finite; it is not used
         scores = torch.einsum("rhnd,htd->rhnt", query, keys) * query.shape[-1] ** -0.5
         weights = scores.masked_fill(unread[:, None, None], -torch.inf).float().softmax(dim=-1).to(query.dtype)
         return torch.einsum("rhnt,htd->rhnd", weights, values)
 
     def below(self, parents: Tensor) -> Attend:
-        """Attention of one more level, (roots, heads, nodes, width), whose nodes stand below these of the last one."""
+        """Attention of one more level, (roots, heads, nodes, width); `parents` are the nodes of the level above."""
         self._depth += 1
-        ages = self._roots[:, None] - self._rows  # of the rows of the text, counted from the root
+        ages = self._roots[:, None] - self._rows  # how far each row lies before its root
         seen = ages > 0
         if self._window:
             seen &= ages + self._depth - 1 < self._window

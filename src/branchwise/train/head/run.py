@@ -1,6 +1,6 @@
 """Training a head from nothing: the target writes texts, the head learns from them, and the best head is kept.
 
-Everything lies in one folder beside the head, texts first, so that the same command goes on where it was ended.
+Everything is kept in one folder beside the head, the texts first, so that the same command can continue.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from branchwise.train.head.learn import Learner, Recipe, Watched
 from branchwise.train.keeping import kept_whole
 
 SCORED = 8
-"""batches of held-out texts"""
+"""how many batches of held-out texts are scored"""
 TAPPED = (1 / 15, 0.5, 0.9, 1.0)
 """depths of the tapped layers: late layers say most, the last one most of all"""
 LEAST_LAYERS = 7
-"""of a target in which the layers of eagle-3 are different ones"""
+"""the fewest layers of a target in which the layers of eagle-3 differ from each other"""
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -44,8 +44,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "longspec": {"carry": False, "window": 256, "cross": True, "states": False},
     "longspec-states": {"carry": True, "window": 256, "cross": True},
 }
-"""published forms of a head, and ours. `speculators` is EAGLE-3 as vLLM reads it by default; a window is half of what
-texts to learn from have, as LongSpec's was"""
+"""published forms of a head, and ours. `speculators` is EAGLE-3 as vLLM reads it by default; a window is half the
+length of the texts to learn from, as LongSpec's was"""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Sizes:
     bias: int = 0
     window: int = 0
     cross: bool = False
-    """whether it attends to keys and values of the target's last layer"""
+    """whether the head attends to keys and values of the target's last layer"""
     states: bool = True
-    """whether it reads hidden states of the target"""
+    """whether the head reads hidden states of the target"""
     table: int = 32_768
     taps: str = "late"
-    """which layers it reads: late (`TAPPED`) or those of eagle-3"""
+    """which layers the head reads: late (`TAPPED`) or those of eagle-3"""
     tap_norms: str = "each"
 
 
 def tapped(info: TargetInfo, count: int, taps: str = "late") -> tuple[str, ...]:
-    """The layers to read, of the decoder layers of a target."""
+    """The layers that a head reads, chosen among the first `count` of a target."""
     layers = info.layers[:count]
     if taps == "eagle-3" and count >= LEAST_LAYERS:
         return tuple(layers[number - 1] for number in usual_inputs(count))
@@ -82,7 +82,7 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
     config = model.config.get_text_config()
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width, last = config.hidden_size // heads, info.layers[config.num_hidden_layers - 1]
-    if sizes.cross:  # as wide as the heads that it attends to
+    if sizes.cross:  # as wide as the target's heads, to which it attends
         width = config.to_dict().get("head_dim") or width
     shape = HeadConfig(
         width=config.hidden_size,
@@ -104,7 +104,7 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
     plain = theta ** (-torch.arange(0, width, 2) / width)
     head = Head(shape, rotary_frequencies(model, width) if sizes.cross else plain)
     for block in head.modules():
-        if isinstance(block, Block | Cross):  # at first a row says what it reads
+        if isinstance(block, Block | Cross):  # at first every block passes on what it reads
             torch.nn.init.zeros_(block.out.weight)
         if isinstance(block, Block):
             torch.nn.init.zeros_(block.down.weight)
@@ -112,8 +112,8 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
 
 
 def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
-    """(at most count,) tokens, those that answers have most first, then those of prompts. What no text has is left out:
-    the number of a token says nothing."""
+    """(at most count,) tokens: the most frequent in answers first, then the most frequent in prompts. Tokens that no
+    text has are left out, because their ids say nothing about them."""
     answers, whole = (
         torch.bincount(torch.cat(parts).long(), minlength=vocabulary).double()
         for parts in ([text.tokens[text.prompt :] for text in texts], [text.tokens for text in texts])
@@ -124,7 +124,7 @@ def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
 
 @dataclass
 class Training:
-    """A run that can be ended at any moment and gone on with."""
+    """A run that can be interrupted at any moment and continued."""
 
     model: Any
     info: TargetInfo
@@ -133,9 +133,9 @@ class Training:
     recipe: Recipe
     progress: Progress = silent
     scored: Callable[[dict[str, Any]], None] = lambda entry: None
-    """told every entry of the learning curve"""
+    """called with every entry of the learning curve"""
     texts: Mapping[str, Any] = field(default_factory=dict)
-    """what was asked of the texts: those of a folder were written once and would not follow"""
+    """the settings of the texts; a folder with other settings is refused, because its texts would not follow them"""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class Training:
         known.write_text(json.dumps(asked))
 
     def run(self, texts: Sequence[Text], held_out: Sequence[Text], every: float = 20.0) -> TrainedHead:
-        """Learn until the time is over; scored and saved every so many seconds."""
+        """Learn until the time is over, and score and save every `every` seconds."""
         device, vocabulary = self.info.device, self.info.vocabulary
         table = frequent(texts, vocabulary, min(self.sizes.table, vocabulary)).to(device)
         torch.manual_seed(self.recipe.seed)
@@ -160,7 +160,7 @@ class Training:
         test = next_batches(held_out, self.recipe.tokens, SCORED)
         stream = batches(texts, self.recipe.tokens, self.recipe.seed)
         for _ in range(learner.steps):
-            next(stream)  # a run that goes on does not see the same batches again
+            next(stream)  # a continued run must not see the same batches again
         due = learner.elapsed + every
         while not learner.finished:
             loss = learner.learn(next(stream))

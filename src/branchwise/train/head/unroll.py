@@ -1,11 +1,11 @@
-"""A head over a whole text in training, as it will draft: from every token on, so many tokens deep.
+"""A head over a whole text in training, as it will draft: from every token on, several tokens deep.
 
 A row is (place, depth). At depth 0 it reads the target's hidden states at its place. At depth j it stands for a token
-that was drafted j tokens behind the last place that the target has seen, its anchor = place - depth, so it may look at
-hidden states, keys and values of the target up to its anchor and at the drafted rows of the same anchor, at nothing
-else. What was drafted is what the text says. This is the training-time test of EAGLE-3 (arXiv 2503.01840) and, with
+that was drafted j tokens after the last place that the target has seen, its anchor = place - depth. So it may look at
+hidden states, keys and values of the target up to its anchor and at the drafted rows of the same anchor, and at nothing
+else. The drafted tokens are those of the text. This is the training-time test of EAGLE-3 (arXiv 2503.01840) and, with
 mask tokens in place of what rows carry on, the group-wise mask of ParallelSpec (arXiv 2410.05589). For cross-attention
-it is exact where LongSpec (arXiv 2502.17421) draws one distance to the anchor for a whole batch.
+it is exact, whereas LongSpec (arXiv 2502.17421) draws one distance to the anchor for a whole batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def unroll(
     `features` (batch, rows, width) come from `head.features`; `embeddings` are of the token after each row. Row t
     predicts the token two places on; at depth j the first j rows have no anchor and mean nothing. `cached` (batch,
     heads, tokens, width) are the keys and values of the target that a head with cross-attention reads. `positions`
-    (rows,) stand for the places, where these are not positions themselves.
+    (rows,) are used in place of the places, if they differ from them.
     """
     places = torch.arange(embeddings.shape[1], device=embeddings.device)
     positions = places if positions is None else positions
@@ -91,14 +91,14 @@ def _parallel(
 
 
 def _within(head: Head, positions: Tensor, key_positions: Tensor) -> Tensor:
-    """(rows, keys): which keys lie in the window of a row."""
+    """(rows, keys): which keys lie within the window of a row."""
     distances = positions[:, None] - key_positions
     return distances < head.config.window if head.config.window else torch.ones_like(distances, dtype=torch.bool)
 
 
 def _look(cached: CachedRows | None, anchors: Tensor) -> Look | None:
-    """Attention to keys and values of the target up to the anchor of each row; rows without one see the first token,
-    so that they stay finite."""
+    """Attention to keys and values of the target up to the anchor of each row. Rows without an anchor see the first
+    token, so that they stay finite."""
     if cached is None:
         return None
     keys, values = cached
@@ -107,7 +107,8 @@ def _look(cached: CachedRows | None, anchors: Tensor) -> Look | None:
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Key heads are repeated by hand: fused kernels with a mask know no groups of query heads."""
+    """Attention under a mask. Key heads are repeated explicitly, because fused kernels with a mask do not support
+    groups of query heads."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)

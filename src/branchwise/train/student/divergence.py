@@ -1,10 +1,9 @@
-"""How far a student's distribution q is from its target's p, and which way it should go.
+"""How far a student's distribution q is from its target's p, and the gradient that brings it closer.
 
 Zhou et al., "DistillSpec", arXiv 2310.08461. A drafted token is accepted with probability 1 - TV(p, q). Each divergence
-leaves behind its value and its gradient by the student's logits, (rows, vocabulary) once, never what autograd would
-keep of softmaxes and logarithms. Logits of a batch would still fill the memory, so they are made in chunks. A chunk
-leaves behind the gradients of what its logits were made from; a head that is no matrix makes them again on the way
-back.
+keeps its value and its gradient by the student's logits, (rows, vocabulary) once, and not the softmaxes and logarithms
+that autograd would keep. The logits of a batch would still fill the memory, so they are made in chunks. A chunk keeps
+only the gradients of its inputs. If the head is more than a matrix, the backward pass makes its logits again.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ KINDS = {
 def distilled(
     hidden: Tensor, head: Any, states: Tensor, teacher: Any, kind: str, temperature: float, chunk: int
 ) -> Tensor:
-    """The mean divergence of what `head` makes of hidden states (rows, width) from what `teacher` makes of the states
-    (rows, width) of the target."""
+    """The mean divergence of what `head` makes of hidden states (rows, width) of the student from what `teacher` makes
+    of the states (rows, width) of the target."""
     if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
         found: Tensor = _Distilled.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, states, teacher, kind, temperature, chunk
@@ -41,7 +40,7 @@ def distilled(
         with torch.no_grad():
             truth = teacher(states)
         guess = head(hidden)
-        size = min(guess.shape[-1], truth.shape[-1])  # either may have padded its vocabulary
+        size = min(guess.shape[-1], truth.shape[-1])  # either model may have padded its vocabulary
         return divergence(guess[..., :size], truth[..., :size], kind, temperature).sum()
 
     total = hidden.new_zeros((), dtype=torch.float32)
@@ -53,7 +52,7 @@ def distilled(
 
 
 class _Distilled(torch.autograd.Function):
-    """The same for a head that is one matrix: a chunk leaves behind its gradients, so that no logits are made twice."""
+    """The same for a head that is one matrix: a chunk keeps its gradients, so that no logits are made twice."""
 
     @staticmethod
     def forward(
@@ -75,7 +74,7 @@ class _Distilled(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             guess, truth = functional.linear(given[part], rows), teacher(states[part])
-            size = min(guess.shape[-1], truth.shape[-1])  # either may have padded its vocabulary
+            size = min(guess.shape[-1], truth.shape[-1])  # either model may have padded its vocabulary
             value, slope = judged(guess[:, :size], truth[:, :size], kind, temperature)
             total += value.sum()
             by_hidden[part] = slope @ rows[:size]
@@ -125,7 +124,7 @@ def judged(guess: Tensor, truth: Tensor, kind: str, temperature: float) -> tuple
 def _judged(log_p: Tensor, log_q: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The divergence (rows,), and its gradient (rows, vocabulary) by the logits of q.
 
-    Where g is the gradient by q itself, that by its logits is q (g - E_q g).
+    If g is the gradient by q, the gradient by its logits is q (g - E_q g).
     """
     p, q = log_p.exp(), log_q.exp()
     if kind == "fkl":

@@ -2,7 +2,7 @@
 
 One pass of the student gives all its exits: the shared norm and head make a distribution of the states after the first
 2, 4, 6 layers each, and their losses are summed (Kavehzadeh et al., S2D, arXiv 2407.01955). The target's states are
-computed anew for every batch. Rates follow the clock, as for heads.
+computed anew for every batch. Learning rates follow the clock, as for heads.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Recipe:
     """How a student is trained."""
 
     minutes: float
-    """of learning, on the clock"""
+    """minutes of learning, on the clock"""
     steps: int | None = None
-    """so many steps instead, whatever they take"""
+    """the number of steps to take instead, however long they take"""
     divergence: str = "fkl"
     temperature: float = 1.0
-    """of both distributions in the loss, and of what the student writes itself"""
+    """temperature of both distributions in the loss, and of the texts that the student writes"""
     on_policy: float = 0.0
     """share of the batches that the student writes"""
     span: int = 24
-    """tokens that it writes of a text"""
+    """tokens that the student writes of a text"""
     tokens: int = 16_384
-    """of a batch"""
+    """tokens of a batch"""
     rate: float = 1e-3
-    """of AdamW; that of Muon, which has the matrices of the layers, is scaled to it"""
+    """learning rate of AdamW; that of Muon, which updates the matrices of the layers, is scaled to it"""
     warm: float = 0.03
     flat: float = 0.2
     """shares of the time: the rate rises during `warm`, is flat until `flat`, and falls to zero"""
@@ -55,15 +55,15 @@ class Recipe:
     chunk: int = 4096
     """rows whose logits are in memory at a time"""
     depth: int = 5
-    """tokens of the drafts whose block efficiency is told"""
+    """tokens of the drafts whose block efficiency is reported"""
     seed: int = 0
 
 
 class Taught:
-    """A student whose exits can be read."""
+    """A student with access to its exits."""
 
     def __init__(self, model: Any, exits: Sequence[int] = ()) -> None:
-        """`exits` are numbers of layers in ascending order, the last of them all; by default only that one."""
+        """`exits` are numbers of layers in ascending order, the last of them all; by default that one alone."""
         self.model = model
         _, layers = layers_of(model)
         self.exits = tuple(exits) or (len(layers),)
@@ -72,7 +72,7 @@ class Taught:
         self._norm = norm_of(model)[1] if self._watched else None
 
     def __call__(self, tokens: Tensor) -> list[Tensor]:
-        """(batch, length, width) for each exit: what the head reads."""
+        """(batch, length, width) for each exit: the states that the head reads."""
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -94,13 +94,13 @@ class Learner:
     recipe: Recipe
     own: OwnTexts | None = None
     elapsed: float = 0.0
-    """seconds of learning so far, earlier runs included"""
+    """seconds of learning so far, those of earlier runs included"""
     steps: int = 0
     written: int = 0
-    """steps on what the student wrote"""
+    """steps on texts that the student wrote"""
     best: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
-    """what was scored, and when"""
+    """all scores so far, each with its time"""
 
     def __post_init__(self) -> None:
         model = self.student.model.train().requires_grad_(True)
@@ -127,7 +127,7 @@ class Learner:
 
     @property
     def rate(self) -> float:
-        """The rate at this time."""
+        """The learning rate at this time."""
         done, recipe = self.done, self.recipe
         if done < recipe.warm:
             return recipe.rate * max(done / recipe.warm, 0.02)
@@ -145,13 +145,13 @@ class Learner:
 
     @contextmanager
     def quickly(self) -> Iterator[None]:
-        """Half precision on CUDA, and attention without cuDNN, which plans anew for every length."""
+        """Use half precision on CUDA, and attention without cuDNN, which makes a new plan for every length."""
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), sdpa_kernel(KERNELS):
             yield
 
     def learn(self, texts: Sequence[Text]) -> float:
-        """One step on a batch, or on one that the student writes in its place; its loss."""
+        """Take one step on a batch, or on a batch that the student writes in its place, and return its loss."""
         start = time.perf_counter()
         if self.on_policy:
             assert self.own is not None
@@ -164,7 +164,7 @@ class Learner:
         loss.backward()
         nn.utils.clip_grad_norm_(self.student.model.parameters(), self.recipe.clip)
         with warnings.catch_warnings():
-            # Muon multiplies in bfloat16. A CPU that cannot do so quickly is told of with a stack of C++ frames.
+            # Muon multiplies in bfloat16. On a CPU without fast bfloat16, torch warns with a stack of C++ frames.
             warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
             for optimiser in self.optimisers:
                 optimiser.step()
@@ -175,7 +175,7 @@ class Learner:
         return value
 
     def loss(self, texts: Sequence[Text]) -> Tensor:
-        """The divergences at all exits, summed."""
+        """The sum of the divergences at all exits."""
         with self.quickly():
             found, states, _, _ = self.states(texts)
             head, teacher = self.student.model.get_output_embeddings(), self.target.get_output_embeddings()
@@ -183,8 +183,8 @@ class Learner:
             return torch.stack([distilled(hidden, head, states, teacher, *how) for hidden in found]).sum()
 
     def states(self, texts: Sequence[Text]) -> tuple[list[Tensor], Tensor, Tensor, tuple[Tensor, ...]]:
-        """At the places before tokens of answers: what the student's head reads at each exit and the target's, (rows,
-        width) each, the tokens that follow (rows,), and where in the batch these are."""
+        """For the places before tokens of answers: what the student's head reads at each exit and what the target's
+        head reads, (rows, width) each, the tokens that follow (rows,), and the indices of these places in the batch."""
         tokens, answers = padded(texts, self.device)
         where = answers[:, 1:].nonzero(as_tuple=True)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where a student begins: some layers of its target, or a model that is there; and the folder that it ends in."""
+"""How a student begins: with layers of its target, or as an existing model; and the folder that it ends in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from branchwise.train.keeping import with_room
 
 LAYERS = "layers:"
 NOTE = "training.json"
-"""beside the weights: where a student comes from"""
+"""the file beside the weights that says where a student comes from"""
 
 
 def parse_layers(init: str, count: int) -> list[int]:
-    """The layers that `layers:0,14,29` names, of a target with so many."""
+    """The layers that `layers:0,14,29` names, of a target with `count` layers."""
     names = init.removeprefix(LAYERS).split(",")
     try:
         layers = [int(name) for name in names]
@@ -35,7 +35,7 @@ def parse_layers(init: str, count: int) -> list[int]:
 
 
 def spread_layers(wanted: int, count: int) -> str:
-    """So many layers of a target, the first and the last among them."""
+    """An `init` with `wanted` layers of a target, its first and last layer included."""
     if wanted > count:
         raise UsageError(f"The target has {count} layers, fewer than {wanted}.")
     chosen = [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
@@ -43,7 +43,7 @@ def spread_layers(wanted: int, count: int) -> str:
 
 
 def begin(init: str, target: Any, tokenizer: Any, device: torch.device) -> Any:
-    """A student in float32 that has learned nothing yet."""
+    """A student in float32, before any learning."""
     if init.startswith(LAYERS):
         count = target.config.get_text_config().num_hidden_layers
         return with_layers(target, parse_layers(init, count)).to(device)
@@ -65,7 +65,7 @@ def with_layers(target: Any, layers: Sequence[int]) -> Any:
     if kinds := text.to_dict().get("layer_types"):
         text.layer_types = [kinds[layer] for layer in layers]
     config.dtype = torch.float32
-    with torch.random.fork_rng(devices=[]):  # nothing of the noise stays, so that none is used up
+    with torch.random.fork_rng(devices=[]):  # the noise is overwritten, so it must use up no randomness
         student = type(target)(config).to(torch.float32)
     known = {key: weight for key, weight in target.state_dict().items() if not key.startswith(f"{name}.")}
     for place, layer in enumerate(layers):
@@ -84,7 +84,7 @@ def with_layers(target: Any, layers: Sequence[int]) -> Any:
 
 
 def check_output(model: Any, name: str) -> None:
-    """Refuse a model that does more to its last states than to multiply them by its head: nothing would be learned."""
+    """Refuse a model that does more with its last states than multiply them by its head: the loss assumes that."""
     tokens = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
         own = model(tokens, use_cache=False).logits.float()
@@ -94,7 +94,7 @@ def check_output(model: Any, name: str) -> None:
 
 
 def check_out(folder: Path) -> None:
-    """Refuse a place that holds something, or that cannot be."""
+    """Refuse a folder that holds something, or that cannot be made."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"{folder} exists; name a new folder, or remove it.")
     if not folder.absolute().parent.is_dir():
@@ -104,8 +104,8 @@ def check_out(folder: Path) -> None:
 def export(
     student: Any, tokenizer: Any, folder: Path, note: dict[str, Any], dtype: torch.dtype, **files: dict[str, Any]
 ) -> None:
-    """Write a folder that `--draft-model` and transformers load: weights, tokenizer, and what was done; and `files` of
-    JSON beside them. It appears as a whole."""
+    """Write a folder that `--draft-model` and transformers load: weights, tokenizer, what was done, and `files` of
+    JSON. The folder appears as a whole."""
     partial = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     with with_room(folder):

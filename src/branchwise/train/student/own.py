@@ -1,8 +1,8 @@
 """On-policy data: what the student itself would draft.
 
-A text of the target is cut somewhere in its answer, and the student goes on from there. Nothing is learned through the
-draw; the target only says what it would have said at these places. Many continuations are written at once, and the
-student has learned a little more by the time that the last of them is read.
+A text of the target is cut somewhere in its answer, and the student goes on from there. No gradient goes through the
+draw; the target only gives its distributions at these places. Many continuations are written at once, so the student
+has learned a little more when the last of them is read.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class OwnTexts:
     """Batches that a student writes."""
 
     texts: Sequence[Text]
-    """to go on from"""
+    """the texts that the student continues"""
     tokens: int
-    """of a batch"""
+    """the tokens of a batch"""
     span: int
-    """tokens of a continuation"""
+    """the tokens of a continuation"""
     temperature: float
     seed: int
     stops: Sequence[int] = ()
     """tokens that end a text"""
     batches: int = 8
-    """that are written at once"""
+    """how many batches are written at once"""
     waiting: list[list[Text]] = field(default_factory=list)
     rounds: int = 0
 
@@ -52,7 +52,7 @@ class OwnTexts:
             first = min(text.prompt, len(text.tokens) - 1)
             begun.append(text.tokens[: rng.randint(max(1, first), len(text.tokens) - 1)].tolist())
             room -= len(begun[-1]) + self.span
-        # A copy in half precision on a GPU, where the student itself keeps its weights in float32.
+        # On a GPU the copy is in half precision; the student itself stays in float32.
         writing = copy.deepcopy(student).eval().requires_grad_(False)
         if writing.device.type == "cuda":
             writing = writing.to(torch.bfloat16)

@@ -1,6 +1,6 @@
-"""A run that makes a student: texts, learning, the best student kept, and the folder that drafts.
+"""A run that makes a student: writes texts, learns from them, keeps the best student, and writes its folder.
 
-Everything lies in one folder beside the student, texts first, so that the same command goes on where it was ended.
+Everything is kept in one folder beside the student, the texts first, so that the same command can continue.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from branchwise.train.student.own import OwnTexts
 from branchwise.train.student.score import SAMPLES, Judge
 
 SCORED = 8
-"""batches of held-out texts"""
+"""how many batches of held-out texts are scored"""
 
 Entry = dict[str, Any]
-"""of the learning curve: seconds, steps, loss, and for each exit acceptance, agreement and block efficiency"""
+"""an entry of the learning curve: seconds, steps, loss, and for each exit acceptance, agreement and block efficiency"""
 
 
 @dataclass
 class Run:
-    """A run that can be ended at any moment and gone on with."""
+    """A run that can be interrupted at any moment and continued."""
 
     student: Any
-    """a model in float32, as it begins"""
+    """a model in float32 that has learned nothing yet"""
     target: Any
     info: TargetInfo
     folder: Path
@@ -43,10 +43,10 @@ class Run:
     stops: Sequence[int] = ()
     """tokens that end a text"""
     asked: Mapping[str, Any] = field(default_factory=dict)
-    """where the student begins, and what was asked of the texts: those of a folder would not follow"""
+    """how the student begins, and the settings of the texts; a folder with other settings is refused"""
     progress: Progress = silent
     scored: Callable[[Entry], None] = lambda entry: None
-    """told every entry of the learning curve"""
+    """called with every entry of the learning curve"""
 
     def __post_init__(self) -> None:
         try:
@@ -61,7 +61,7 @@ class Run:
         kept_whole(known, json.dumps(asked))
 
     def run(self, texts: Sequence[Text], held_out: Sequence[Text], every: float = 20.0) -> Learner:
-        """Learn until the time is over; scored and saved every so many seconds. The student is the best of them."""
+        """Learn until the time is over, and score and save every `every` seconds. The best student is kept."""
         recipe = self.recipe
         torch.manual_seed(recipe.seed)
         own = None
@@ -74,7 +74,7 @@ class Run:
         test = next_batches(held_out, recipe.tokens, SCORED)
         stream = batches(texts, recipe.tokens, recipe.seed)
         for _ in range(learner.steps):
-            next(stream)  # a run that goes on does not see the same batches again
+            next(stream)  # a continued run must not see the same batches again
         if not learner.curve:
             self._score(learner, test, None, best)
         due = learner.elapsed + every
@@ -103,7 +103,7 @@ class Run:
 
 @torch.no_grad()
 def calibrated(learner: Learner, held_out: Sequence[Text]) -> list[list[float]]:
-    """For places of held-out texts how sure each exit was, and then how likely its draft would be accepted."""
+    """For sampled places of held-out texts, how sure each exit was, and how likely its draft would be accepted."""
     model = learner.student.model.eval()
     judges = [Judge(1) for _ in learner.student.exits]
     head, teacher = model.get_output_embeddings(), learner.target.get_output_embeddings()

@@ -1,9 +1,9 @@
 """What drafts would have been worth in texts of the target, without drafting any.
 
 The probability that the first k drafted tokens are all accepted is the sum over them of the product of min(p, q), which
-is the mean over texts of the target of the product of min(1, q/p): it can be counted along its own texts, each at the
-temperature that it was drawn at. A greedy text keeps a draft as long as the best tokens agree. Block efficiency is one
-token and these probabilities, over every place of a text where a whole draft fits.
+is the mean over texts of the target of the product of min(1, q/p). So it can be counted along the target's own texts,
+each at the temperature at which it was drawn. A greedy text keeps a draft as long as the best tokens agree. Block
+efficiency is one token plus these probabilities, averaged over every place of a text where a whole draft fits.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import torch
 from torch import Tensor
 
 SAMPLES = 1024
-"""places that are remembered one by one"""
+"""how many places are kept as samples"""
 
 
 @dataclass(frozen=True)
 class Score:
     acceptance: float
-    """1 - TV at temperature 1, the mean over the tokens of answers"""
+    """1 - TV at temperature 1, averaged over the tokens of answers"""
     agreement: float
-    """how often the best tokens agree"""
+    """how often student and target have the same best token"""
     block: float
-    """tokens a pass of the target with a chain of the depth that was asked for"""
+    """tokens a pass of the target with a chain of the given depth"""
 
 
 class Judge:
-    """Looks at the distributions of a student beside those of its target, batch by batch."""
+    """Compares the distributions of a student with those of its target, batch by batch."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._sums = torch.zeros(3, dtype=torch.float64)  # acceptance, agreement, places
         self._blocks = torch.zeros(2, dtype=torch.float64)
         self.samples: list[Tensor] = []
-        """(rows, 2): how sure the student was, and its acceptance"""
+        """(rows, 2): the student's largest probability, and how likely its draft is accepted"""
 
     def begin(self, where: tuple[Tensor, ...], tokens: Tensor, heats: Tensor) -> None:
-        """A batch: for each place its text and its position there, the token that follows, and the temperature."""
+        """Begin a batch: for each place its text and position, the token that follows, and the temperature."""
         self._where, self._tokens, self._heats = where, tokens, heats
         self._kept = torch.zeros(len(tokens), device=tokens.device)
 
     def see(self, part: slice, guess: Tensor, truth: Tensor) -> None:
-        """Logits (rows, vocabulary) of some places of the batch."""
+        """Add the logits (rows, vocabulary) of some places of the batch."""
         size = min(guess.shape[-1], truth.shape[-1])
         guess, truth = guess[:, :size].float(), truth[:, :size].float()
         q, p = guess.softmax(-1), truth.softmax(-1)
@@ -60,7 +60,7 @@ class Judge:
         self._kept[part] = kept[:, 0]
 
     def end(self) -> None:
-        """All places of the batch were seen."""
+        """End a batch of which all places were seen."""
         rows, columns = self._where
         if not len(rows):
             return
@@ -68,7 +68,7 @@ class Judge:
         table[self._where] = self._kept
         if table.shape[1] < self.depth:
             return
-        # A window that leaves the answer has a NaN in it.
+        # A window that leaves the answer contains a NaN.
         runs = table.unfold(1, self.depth, 1).cumprod(-1).sum(-1)
         whole = runs[~runs.isnan()]
         self._blocks += torch.tensor([float(whole.sum()), len(whole)], dtype=torch.float64)
