@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from branchwise.control.ladder import FEW, MOST_ROWS, PATIENCE, SETTLING, Ladder, worth
+from branchwise.control.costs import RECORDED
+from branchwise.control.ladder import FEW, MOST_ROWS, PATIENCE, Ladder, worth
 
 NODES = (7, 15, 31, 63)
 
@@ -48,7 +49,7 @@ def speed_of(machine: Machine, ladder: Ladder, texts: int, steps: int) -> float:
 def warmed(machine: Machine, *batches: int) -> Ladder:
     ladder = Ladder(NODES)
     for texts in batches:
-        speed_of(machine, ladder, texts, 3 * (SETTLING + FEW))
+        speed_of(machine, ladder, texts, 3 * (RECORDED + FEW))
     ladder.forget()
     return ladder
 
@@ -103,7 +104,7 @@ def test_passes_stay_small_and_plain_decoding_is_always_among_the_choices(texts:
 def test_every_size_is_tried_before_one_is_chosen_and_plain_steps_last() -> None:
     ladder = Ladder(NODES)
     tried = []
-    for _ in range(3 * (SETTLING + FEW)):
+    for _ in range(3 * (RECORDED + FEW)):
         tried.append(ladder.rung(1))
         ladder.record(1, tried[-1], 2.0, 1.0)
     assert tried == sorted(tried, reverse=True)
@@ -134,12 +135,12 @@ def test_one_slow_step_at_warm_up_does_not_decide(late: int) -> None:
     def hindered(texts: int, nodes: int) -> float:
         nonlocal made
         made += nodes == NODES[-1]
-        return own(texts, nodes) * (8 if nodes == NODES[-1] and made == SETTLING + 1 + late else 1)
+        return own(texts, nodes) * (8 if nodes == NODES[-1] and made == RECORDED + 1 + late else 1)
 
     machine.seconds = hindered  # type: ignore[method-assign]
-    speed_of(machine, ladder, 1, 3 * (SETTLING + FEW))
+    speed_of(machine, ladder, 1, 3 * (RECORDED + FEW))
     ladder.forget()
-    made = SETTLING + FEW + 1
+    made = RECORDED + FEW + 1
     assert [ladder.rung(1) for _ in range(20)] == [largest] * 20
 
 
@@ -245,7 +246,7 @@ def test_a_device_that_was_slow_at_warm_up_does_not_make_drafts_look_good() -> N
     machine = Machine(free=10_000, row=0.0, level=0.1, gain=0.08, noise=0.02)  # loses a little
     slow = Machine(free=10_000, row=0.0, level=0.1, gain=0.4, noise=0.02)
     ladder = Ladder(NODES)
-    for _ in range(3 * (SETTLING + FEW)):
+    for _ in range(3 * (RECORDED + FEW)):
         rung = ladder.rung(1)
         nodes = ladder.nodes[rung]
         ladder.record(1, rung, slow.tokens(nodes), 1.5 * slow.seconds(1, nodes))

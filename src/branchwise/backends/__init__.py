@@ -1,4 +1,5 @@
-"""Backends: what runs a target. Adding one is a subclass of `Target` and a line here; see docs/add-a-target.md."""
+"""Backends: the code that runs a target. To add a backend, write a subclass of `Target` and add a line here; see
+docs/add-a-target.md."""
 
 from branchwise.registry import Registry
 

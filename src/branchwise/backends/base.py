@@ -3,18 +3,19 @@
     reserve(sequence)            take a slot of the KV cache
     prefill(chunks)              write keys and values of further prompt tokens, of several prompts in one pass
     fork(source, sequence)       open a sequence with the tokens of another one, by a copy of its cache rows
-    score(sequences, batch)      one forward pass over every node of every tree; row i is what follows node i
+    score(sequences, batch)      one forward pass over every node of every tree; row i has the logits after node i
     commit(sequences, verdicts)  keep the cache rows of the accepted paths
     close(sequence)              give the slot back
 
-A target that `keeps_rows` has three more, by which a text begins with what is cached of another (engine/prefixes.py):
+A target that `keeps_rows` has three more, so that a text can begin with cached rows of another one
+(engine/prefixes.py):
 
     inherit(source, sequence, rows)  take a slot whose first rows are those of another sequence
-    retire(sequence)             give the slot back, and leave the rows there until it is needed
-    holds(sequence)              whether they are still there
+    retire(sequence)             give the slot back, and leave its rows in it until the slot is needed
+    holds(sequence)              whether the rows of a sequence are still cached
 
-A prompt is written without its last token, which is the first root. So between steps the cache of a sequence holds
-exactly its tokens without the last one. docs/add-a-target.md builds a target step by step.
+The prefill leaves out the last token of a prompt, which is the first root. So between steps the cache of a sequence
+holds exactly its tokens without the last one. docs/add-a-target.md builds a target step by step.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ CPU = torch.device("cpu")
 
 
 USUAL_NODES, LARGEST = 128, 1024
-"""nodes that one pass scores, the root included: as a rule, and at most"""
+"""the number of nodes that one pass scores, the root included: as a rule, and at most"""
 
 
 def nodes_for(largest: int) -> int:
-    """How many nodes a pass must score for trees of so many nodes below the root."""
+    """How many nodes a pass must score for trees of up to `largest` nodes below the root."""
     return min(max(USUAL_NODES, largest + 1), LARGEST)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter asks of the passes of its target. Whatever it does not ask for, no pass computes or copies."""
+    """What a drafter asks of the passes of its target. A pass computes and copies nothing beyond that."""
 
-    prefill_logits: int = 0  # logits after so many of the last prompt tokens, the root excluded
+    prefill_logits: int = 0  # for how many of the last prompt tokens, the root excluded, the logits are kept
     hidden_layers: tuple[str, ...] = ()
     """names of modules (`TargetInfo.layers`) whose outputs come with every pass, prefill included"""
-    topk: int = 0  # so many of the most probable tokens behind every node, computed on the device with the pass
+    topk: int = 0  # how many of the most probable tokens after every node are computed on the device with the pass
     pad_shape: PadShape | None = None
     """the least size of a batch of its trees, so that CUDA graphs see the same shapes at every step"""
     cached_layer: str | None = None
-    """name of a layer (`TargetInfo.layers`) whose part of the KV cache it reads between steps (`TargetInfo.cached`);
-    nothing is computed for it"""
+    """the name of a layer (`TargetInfo.layers`) whose KV cache the drafter reads between steps (`TargetInfo.cached`);
+    this costs the pass nothing"""
 
     @classmethod
     def joined(cls, parts: Iterable[Needs]) -> Needs:
-        """What several drafters ask for, but for the shape of their trees."""
+        """What several drafters ask for together, except for the shape of their trees."""
         every = list(parts)
         return cls(
             prefill_logits=max(needs.prefill_logits for needs in every),
@@ -79,26 +80,27 @@ class Execution:
     kernels: bool = False  # tree attention by our own Triton kernels
     graphs: bool = False  # passes recorded as CUDA graphs
     compile: bool = False  # layers compiled before they are recorded
-    layers: bool = False  # usual decoder layers in few kernels of our own
+    layers: bool = False  # common decoder layers run as few kernels of our own
 
 
 def weakly(method: Any) -> Callable[..., Any]:
-    """A method that does not keep its object alive: a target holds most of a device's memory, and goes at once."""
+    """A method that does not keep its object alive: a target holds most of a device's memory, and must be freed at
+    once."""
     return partial(method.__func__, proxy(method.__self__))
 
 
 class CachedRows(NamedTuple):
-    """What the KV cache holds of one layer, (batch, heads, tokens, width) each: tokens from the first on, as many as
-    the longest sequence has committed. What stands behind those of a shorter one means nothing."""
+    """The cached keys and values of one layer, (batch, heads, tokens, width) each, for as many tokens as the longest
+    sequence has committed. Rows after the end of a shorter sequence are padding."""
 
     keys: Tensor
-    """as attention reads them: with positions, where the model puts these into keys"""
+    """the keys as attention reads them, after rotary positions if the model has these"""
     values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class TargetInfo:
-    """What others may know of a target."""
+    """The properties of a target that drafters and the engine may read."""
 
     name: str
     vocabulary: int
@@ -107,31 +109,31 @@ class TargetInfo:
     slots: int  # sequences that can be open at the same time
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
-    fingerprint: str = ""  # of the model's shape and its tokenizer: the same for every load, whatever the weights
+    fingerprint: str = ""  # a digest of the model's shape and its tokenizer, whatever the weights
     tokenizer: Any = None  # the transformers tokenizer, if there is one
-    hidden_width: int = 0  # numbers of a hidden state
+    hidden_width: int = 0  # the width of a hidden state
     layers: tuple[str, ...] = ()  # modules whose hidden states can be asked for, first layer first
     weight_bytes: int | None = None  # bytes of weights that a pass over one row reads
     execution: Execution = Execution()
     bucket: Callable[[int, int], tuple[int, int]] = lambda batch, nodes: (batch, nodes)
-    """the (batch, nodes) for which a pass over so many trees and nodes is really made"""
+    """the bucket (batch, nodes) to which a pass over this many trees and nodes is padded"""
     score: Callable[[Sequence[SequenceState], TreeBatch], Scored] | None = None
     """a pass of the target, for a drafter that drafts with the target itself"""
     embeddings: tuple[Tensor, Tensor] | None = None
-    """the rows (vocabulary, width) that tokens are read with, and those that logits are computed with"""
+    """the input and the output embeddings, (vocabulary, width) each"""
     weights: str = ""
-    """the same for every load of these weights with any tokenizer, different for others of the same shape"""
+    """a digest of the weights: the same with any tokenizer, different for other weights of the same shape"""
     cached: Callable[[str, Sequence[SequenceState]], CachedRows] | None = None
-    """keys and values of a layer for the committed tokens of sequences, which are all but the last between steps; views
-    of the cache where it can be, good until the next pass, commit or change of slots. Without sequences it shows the
-    shapes alone"""
+    """a function that returns the keys and values of a layer for the committed tokens of sequences, which between steps
+    are all tokens but the last. They are views of the cache if possible, valid until the next pass, commit or change of
+    slots. Without sequences only their shapes mean anything"""
     cached_layer: Callable[[str], CachedRows] | None = None
-    """keys and values of a layer in all slots, (slots, heads, rows, width), where they lie as long as the target is
-    there: what is recorded reads them in the slots and up to the lengths that tensors say"""
+    """a function that returns the keys and values of a layer in all slots, (slots, heads, rows, width). Their addresses
+    stay the same as long as the target exists, so a CUDA graph can read them; tensors tell it the slots and lengths"""
     places: Callable[[Sequence[SequenceState]], list[int]] | None = None
-    """the slots of sequences; they may change when a sequence is opened or closed"""
+    """a function that returns the slots of sequences; they may change when a sequence is opened or closed"""
     quantised: str = ""
-    """"int8" or "int4" where linear layers have weights of so many bits; `dtype` is that of everything else"""
+    """"int8" or "int4" if the weights of linear layers have 8 or 4 bits; `dtype` is that of everything else"""
 
 
 class ScoredNodes(NamedTuple):
@@ -145,19 +147,19 @@ class ScoredNodes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What one pass of the target found."""
+    """The output of one pass of the target."""
 
     logits: Tensor
-    """(batch, nodes, vocabulary) before any warping, in the dtype of the model; row i is what follows node i"""
+    """(batch, nodes, vocabulary) before any warping, in the dtype of the model; row i has the logits after node i"""
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
     """layer -> (batch, nodes, width), for the layers that the drafter needs"""
     topk: Tensor | None = None
-    """(batch, nodes, 2, k) float32: the k most probable tokens after every node and their probabilities, if asked for:
-    the host reads these instead of whole rows"""
+    """(batch, nodes, 2, k) float32: the k most probable tokens after every node and their probabilities, if a drafter
+    needs them; the host copies these instead of whole rows of logits"""
     nodes: ScoredNodes | None = None  # the scored nodes, if they are in device memory
 
     def cut(self, batch: int, nodes: int) -> Scored:
-        """Without the padding of a recorded pass."""
+        """The output without the padding of a recorded pass."""
         hidden = {layer: states[:batch, :nodes] for layer, states in self.hidden.items()}
         return Scored(self.logits[:batch, :nodes], hidden, None if self.topk is None else self.topk[:batch, :nodes])
 
@@ -172,10 +174,10 @@ class Chunk(NamedTuple):
 
     sequence: SequenceState
     tokens: Sequence[int]
-    keep: int = 0  # return the logits after so many of the last of them
+    keep: int = 0  # for how many of the last tokens the logits are returned
 
     def pieces(self, size: int) -> Iterator[Chunk]:
-        """The same as chunks of at most so many tokens."""
+        """The same tokens as chunks of at most `size` tokens."""
         for start in range(0, max(len(self.tokens), 1), size):
             tokens = self.tokens[start : start + size]
             left = len(self.tokens) - start - len(tokens)
@@ -184,14 +186,14 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """What the prefill of a prompt, or of a chunk of it, found."""
+    """The output of the prefill of a prompt, or of a chunk of it."""
 
-    logits: Tensor  # (rows, vocabulary): what follows the last tokens, as many as were asked for
+    logits: Tensor  # (rows, vocabulary): the logits after the last tokens, as many as were asked for
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
     """layer -> (tokens, width), for the layers that the drafter needs"""
 
     def part_for(self, needs: Needs) -> Prefill:
-        """Of what several drafters need what one of them does; fewer logits if it was given fewer."""
+        """The part that one of several drafters needs. It has fewer logits than needed if this prefill has fewer."""
         hidden = {layer: self.hidden[layer] for layer in needs.hidden_layers}
         return Prefill(self.logits[max(len(self.logits) - needs.prefill_logits, 0) :], hidden)
 
@@ -205,11 +207,11 @@ class Prefill:
 
 
 class Target(ABC):
-    """A backend subclasses it, sets `info` and supplies the six verbs."""
+    """The base class of targets: a backend subclasses it, sets `info` and implements the six verbs."""
 
     info: TargetInfo
-    prefill_chunk = 512  # tokens of prompts that are written at once at most
-    keeps_rows = False  # whether texts can begin with cached rows of others, and rows outlive their texts
+    prefill_chunk = 512  # the most prompt tokens that one pass writes
+    keeps_rows = False  # whether `inherit`, `retire` and `holds` are implemented
 
     @property
     def vocabulary(self) -> int:
@@ -237,19 +239,20 @@ class Target(ABC):
         """How many more sequences can be opened."""
 
     def require(self, needs: Needs) -> None:
-        """From now on passes report what a drafter needs; by default they report logits alone."""
+        """Make passes report what a drafter needs from now on. By default they report logits alone."""
         if needs.hidden_layers:
             raise UsageError(f"{self.info.name} reports no hidden states, and the drafter needs them.")
         if needs.cached_layer is not None:
             raise UsageError(f"{self.info.name} shows no keys and values, and the drafter needs them.")
 
     def bucket(self, batch: int, nodes: int) -> tuple[int, int]:
-        """For how many trees and nodes a pass is made, given how many are wanted."""
+        """The bucket (batch, nodes) to which a pass over this many trees and nodes is padded."""
         return batch, nodes
 
     def prefill_piece(self, prompt: int) -> int:
-        """Tokens of a prompt of so many that one pass writes. Where passes over pieces of several prompts take hardly
-        longer than over one, it is small; by default all that may be written at once is one piece."""
+        """How many tokens one pass writes of a prompt that has `prompt` tokens. The number is small if a pass over
+        pieces of several prompts takes hardly longer than over one. By default a piece is as large as a chunk may
+        be."""
         return self.prefill_chunk
 
     @abstractmethod
@@ -260,7 +263,7 @@ class Target(ABC):
 
     @abstractmethod
     def fork(self, source: SequenceState, sequence: SequenceState) -> Prefill:
-        """What the prefill of the source found."""
+        """Open `sequence` with a copy of the cached rows of `source`. Returns the prefill of the source."""
 
     @abstractmethod
     def score(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored: ...
@@ -270,11 +273,12 @@ class Target(ABC):
 
     @abstractmethod
     def close(self, sequence: SequenceState) -> None:
-        """Also of one that is retired."""
+        """Free the slot of a sequence, running or retired."""
 
     def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
-        """Take a slot, as `reserve` does, whose first rows are those of another sequence: open or retired, and with the
-        same tokens up to there. They are copied, or `moved` if that one is retired and not needed any more."""
+        """Take a slot, as `reserve` does, whose first `rows` rows are those of the sequence `source`, open or retired,
+        which has the same tokens up to there. The rows are copied, or `moved` if the source is retired and no longer
+        needed."""
         raise NotImplementedError
 
     def retire(self, sequence: SequenceState) -> None:
@@ -283,7 +287,7 @@ class Target(ABC):
         self.close(sequence)
 
     def holds(self, sequence: SequenceState) -> bool:
-        """Whether there are rows of a sequence that was opened: until it is closed, or retired and its slot needed."""
+        """Whether the rows of a sequence are cached. They are until it is closed, or retired and its slot reused."""
         raise NotImplementedError
 
     def open(self, sequence: SequenceState, keep: int = 0) -> Prefill:
@@ -302,12 +306,13 @@ class Target(ABC):
 
 
 class Inflight(Protocol):
-    """A forward pass enqueued before the verdict in front of it has reached the host."""
+    """A forward pass enqueued before the previous verdict has reached the host."""
 
-    committed: bool  # whether that verdict was committed; the pass counts for nothing before
+    committed: bool  # whether the previous verdict was committed; until then the pass has no result
 
     def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
-        """What the pass found, if it was made for these sequences and trees and nothing has overwritten it."""
+        """The output of the pass, if it was made for these sequences and trees and nothing has overwritten it; else
+        None."""
 
 
 class PipelinedTarget(Target):
@@ -316,7 +321,7 @@ class PipelinedTarget(Target):
     @property
     @abstractmethod
     def pipelined(self) -> bool:
-        """Whether passes can be enqueued ahead; the same class may run on a host, where nothing is gained by it."""
+        """Whether passes can be enqueued ahead. The same class may run on a host, where that gains nothing."""
 
     @abstractmethod
     def capture(self, verifier: Verifier) -> Verifier:
@@ -324,7 +329,8 @@ class PipelinedTarget(Target):
 
     @abstractmethod
     def commit_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        """Move the cache rows of accepted paths as soon as the device knows them; `commit` then only counts them."""
+        """Enqueue the move of the cache rows of accepted paths before the host has read the verdicts; `commit` then
+        only counts the rows."""
 
     @abstractmethod
     def launch(self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts) -> Inflight | None:

@@ -18,27 +18,29 @@ from branchwise.backends.trials import copies, seconds
 log = logging.getLogger(__name__)
 
 TRIAL_ROWS = (1, 5, 16)
-"""of the trial: a plain step, and trees"""
+"""the numbers of rows in a trial: a plain step, and trees"""
 TRIALS = 3
+"""repetitions of a trial, of which the fastest counts"""
 TRIAL_OUT = 2048
-"""output rows of the trial at most: what larger matrices take grows with them"""
+"""the most output rows of a trial; the time of larger matrices is extrapolated in proportion"""
 EXACT_OUT = 256
-"""output rows over which sums are compared with exact ones"""
+"""the output rows whose sums are compared with exact ones"""
 HOPELESS = 4.0
-"""times the fastest, from which on a way is not tried any longer"""
+"""a way that takes this many times as long as the fastest is dropped after a short trial"""
 TOLERANCE = 0.03
-"""of the size of a product, within which 8 bits for its rows leave it"""
+"""the relative error of a product that 8 bits for its rows may cause"""
 LAST_BIT = 1e-6
+"""the relative difference that another order of the scaling may cause"""
 
 Shape = tuple[int, int]
 
 
 class Trial(NamedTuple):
-    """What products with all matrices of a model took. The best way is exact here; those that are far slower were not
-    looked at any further."""
+    """How long products with all matrices of a model took. All its ways are exact here; ways that are far slower are
+    left out."""
 
     seconds: dict[type[Way] | None, float]
-    """of passes over `TRIAL_ROWS` rows together; None stands for floating point"""
+    """way -> seconds of passes over all of `TRIAL_ROWS` together; None stands for floating point"""
 
     @property
     def best(self) -> type[Way] | None:
@@ -52,7 +54,7 @@ class Trial(NamedTuple):
 
 
 def tried(shapes: Iterable[Shape], bits: int = 8, dtype: torch.dtype = torch.float32) -> Trial:
-    """Try all ways on matrices of these shapes, beside products in `dtype`; the same is tried once in a process."""
+    """Time all ways on matrices of these shapes, and products in `dtype`. The result is cached for the process."""
     return _tried(tuple(sorted(Counter(shapes).items())), bits, dtype, torch.get_num_threads())
 
 
@@ -76,8 +78,8 @@ def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype,
 
 
 def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:
-    """Those that this torch has, and that are exact on this CPU. One that takes several times as long as another is not
-    looked at any further, and neither is one of fewer bits if the same is exact with all."""
+    """The ways that this torch has and that are exact on this CPU. Left out are ways that take several times as long as
+    the fastest, and ways with fewer bits if their full version is exact."""
     alone: dict[type[Way], float] = {}
     for way in WAYS[bits]:
         try:
@@ -91,7 +93,7 @@ def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:
         elif not any(issubclass(way, other) and way.levels < other.levels for other in found):
             try:
                 exact = all(is_exact(way(matrix), matrix) for matrix in matrices)
-            except (RuntimeError, ValueError):  # none for several rows
+            except (RuntimeError, ValueError):  # no product for several rows
                 exact = False
             if exact:
                 found.append(way)
@@ -114,9 +116,9 @@ class _Float:
 
 @torch.inference_mode()
 def is_exact(product: Way, matrix: Numbers) -> bool:
-    """Whether rows give the same bits alone and among others, and these are the bits or, where a library rounds rows in
-    its own way, about the numbers that they should be. Among the rows are the largest ones there can be, in which sums
-    of too few bits overflow."""
+    """Whether rows give the same bits alone and among others, and whether the result is right: bit for bit, or
+    approximately if a library rounds rows in its own way. The test includes the largest possible rows, in which sums of
+    too few bits overflow."""
     draw = torch.Generator().manual_seed(1)
     width = matrix.numbers.shape[1]
     rows = torch.randn(max(TRIAL_ROWS), width, generator=draw)
@@ -136,14 +138,14 @@ def is_exact(product: Way, matrix: Numbers) -> bool:
 
 
 def slow_product(rows: Tensor, matrix: Numbers, levels: int) -> Tensor:
-    """What every way of `WholeNumbers` must find: sums of whole numbers are exact in float64."""
+    """The result that every subclass of `WholeNumbers` must give: sums of whole numbers are exact in float64."""
     scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST) / levels
     sums = (rows / scale).round().double() @ matrix.numbers.double().t()
     return sums.float() * matrix.scale[:, 0] * scale
 
 
 def same_sums(found: Tensor, wanted: Tensor) -> bool:
-    """Whether the same sums were scaled: in another order this changes the last bit, and an overflow changes more."""
+    """Whether both come from the same sums: another order of the scaling changes the last bit, an overflow more."""
     largest = wanted.abs().amax(dim=1, keepdim=True)
     return bool(((found - wanted).abs() <= LAST_BIT * largest).all())
 

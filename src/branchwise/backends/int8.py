@@ -1,12 +1,12 @@
-"""Matrix products with weights of 8 or 4 bits on a CPU, by whatever is exact there and fastest (`backends.exact`).
+"""Matrix products with weights of 8 or 4 bits on a CPU, by the fastest way that is exact there (`backends.exact`).
 
-A weight matrix (out, in) is kept as small whole numbers and a scale for every output row (8 bits) or for every 32
-numbers of it (4 bits). The rows that it is multiplied with are brought to 8 bits on the fly, each by a scale of its
-own. Sums of whole numbers are exact in any order, so a row gives the same bits alone, in a tree and in a batch. A way
-that brings all rows of a call to one common scale would break that: it is not used here.
+A weight matrix (out, in) is kept as small integers and a scale for every output row (8 bits) or for every 32 numbers of
+it (4 bits). The input rows are quantised to 8 bits on the fly, each by a scale of its own. Sums of integers are exact
+in any order, so a row gives the same bits alone, in a tree and in a batch. A way with one common scale for all rows of
+a call would break that, so none is used here.
 
-The numbers of 8 bits reach from -119 to 119 and not to 127, because such a number is 16 a + b with a and b from -8 to
-7: two products with 4 bits are one with 8. ARM has fast kernels for 4 bits in torch (KleidiAI), and for 8 bits none.
+Numbers of 8 bits reach from -119 to 119 and not to 127, because such a number is 16 a + b with a and b from -8 to 7: so
+two products with 4 bits make one with 8. On ARM torch has fast kernels for 4 bits (KleidiAI), but none for 8 bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 MOST = 119
 """the largest number of 8 bits"""
 GROUP = 32
-"""numbers of 4 bits that share a scale"""
+"""the count of 4-bit numbers that share a scale"""
 LEAST = 1e-30
-"""no scale is smaller, so that a row of zeros can be divided by its scale"""
+"""the least scale, so that a row of zeros can be divided by its scale"""
 
 _aten: Any = torch.ops.aten
 _onednn: Any = torch.ops.onednn
@@ -39,12 +39,12 @@ _quantized: Any = torch.ops.quantized
 
 
 class Numbers(NamedTuple):
-    """A matrix in few bits."""
+    """A quantised matrix."""
 
     numbers: Tensor
     """(out, in) int8"""
     scale: Tensor
-    """(out, groups) float32: what the numbers of a group are to be multiplied with; 8 bits have one group"""
+    """(out, groups) float32: the factor of the numbers of a group; with 8 bits a row is one group"""
     bits: int = 8
 
     def copy(self) -> Numbers:
@@ -56,14 +56,14 @@ class Numbers(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in) float32: the matrix that they stand for."""
+        """(out, in) float32: the dequantised matrix."""
         out, groups = self.scale.shape
         return (self.numbers.view(out, groups, -1) * self.scale[:, :, None]).view(out, -1)
 
     @classmethod
     def of(cls, weight: Tensor, bits: int = 8) -> Numbers:
-        """The nearest numbers of so many bits. Four bits reach from -8 to 7, and the largest weight of a group is -8;
-        their scales are rounded to bfloat16, which is what the kernels read."""
+        """Quantise a matrix to this many bits, rounding to nearest. Four bits reach from -8 to 7; the weight of a group
+        with the largest magnitude becomes -8, and scales are rounded to bfloat16, which the kernels read."""
         weight = weight.detach().float()
         if bits == 8:
             scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(LEAST) / MOST
@@ -81,7 +81,7 @@ class Way(ABC):
     name: ClassVar[str]
     bits: ClassVar[int] = 8
     levels: ClassVar[int] = 127
-    """of a number in a row"""
+    """the largest number to which an input row is quantised"""
 
     @abstractmethod
     def __init__(self, matrix: Numbers) -> None: ...
@@ -92,17 +92,17 @@ class Way(ABC):
 
 
 class WholeNumbers(Way):
-    """A row is divided by its largest number over `levels`, rounded, and multiplied with whole numbers. What sums these
-    up makes no difference, up to the last bit of the scaled sum."""
+    """A way that quantises a row by the scale max(abs(row)) / `levels` and sums products of integers. All such ways
+    give the same result, up to the last bit of the scaled sum."""
 
     kind: ClassVar[torch.dtype] = torch.float32
-    """in which the numbers of rows are given"""
+    """the dtype of quantised rows"""
     zero: ClassVar[int] = 0
-    """what stands for 0 in bytes"""
+    """the zero point: the byte that stands for 0"""
 
 
 class RowsFirst(WholeNumbers):
-    """One that is given rows as whole numbers."""
+    """A way whose library takes rows that are quantised already."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         if (functions := row_functions()) is not None:
@@ -112,12 +112,12 @@ class RowsFirst(WholeNumbers):
 
     @abstractmethod
     def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
-        """(rows, out) float32: sums of whole numbers, times the scales (rows, 1) of the rows and those of the matrix;
-        `rows` may be overwritten."""
+        """(rows, out) float32: sums of integers, times the scales (rows, 1) of the rows and those of the matrix. It may
+        overwrite `rows`."""
 
 
 class OneDnn(RowsFirst):
-    """oneDNN's product of bytes (VNNI, AMX), with weights in the order in which they are read."""
+    """oneDNN's product of bytes (VNNI, AMX), with prepacked weights."""
 
     name, kind, zero = "onednn", torch.uint8, 128
 
@@ -135,18 +135,18 @@ class OneDnn(RowsFirst):
 
 
 class Fbgemm(RowsFirst):
-    """FBGEMM's product of bytes, which it makes of floats, with weights in the order in which they are read."""
+    """FBGEMM's product of bytes, with prepacked weights. It takes the integers as floats and makes bytes of them."""
 
     name = "fbgemm"
     middle: ClassVar[int] = 128
-    """what stands for 0 in its bytes"""
+    """the zero point of its bytes"""
 
     def __init__(self, matrix: Numbers) -> None:
         zeros = torch.zeros(len(matrix.scale), dtype=torch.int64)
         scale = matrix.scale[:, 0].double()
         engine = torch.backends.quantized.engine
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # quantised tensors are on their way out; without them this way is not used
+            warnings.simplefilter("ignore")  # torch deprecates quantised tensors; without them this way is not used
             try:
                 torch.backends.quantized.engine = "fbgemm"
                 made = torch._make_per_channel_quantized_tensor(matrix.numbers, scale, zeros, 0)
@@ -160,13 +160,13 @@ class Fbgemm(RowsFirst):
 
 
 class OneDnnSigned(OneDnn):
-    """The same with bytes that have a sign, which some CPUs multiply as they are."""
+    """oneDNN's product with signed bytes, which some CPUs multiply directly."""
 
     name, kind, zero = "onednn signed", torch.int8, 0
 
 
 class OneDnnSevenBits(OneDnn):
-    """The same with 7 bits for rows: older x86 CPUs add two products in 16 bits, where 8 bits overflow."""
+    """oneDNN's product with 7 bits for rows: older x86 CPUs add two products in 16 bits, which 8 bits overflow."""
 
     name, levels, zero = "onednn with 7 bits", 63, 64
 
@@ -176,7 +176,7 @@ class FbgemmSevenBits(Fbgemm):
 
 
 class IntMM(RowsFirst):
-    """torch's plain product of whole numbers, which every CPU has."""
+    """torch's plain product of integers, which works on every CPU."""
 
     name, kind = "int_mm", torch.int8
 
@@ -191,7 +191,7 @@ class IntMM(RowsFirst):
 
 
 class Bytes(WholeNumbers, InMemory):
-    """A product of our own (VNNI), which brings rows to bytes and reads every weight once for up to sixteen of them."""
+    """Our own product (VNNI), which quantises rows itself and reads every weight once for up to sixteen rows."""
 
     name, kind, zero = "our own", torch.uint8, 128
 
@@ -231,8 +231,8 @@ class Bytes(WholeNumbers, InMemory):
 
 
 class FourBits(Way):
-    """KleidiAI's product with 4 bits, in groups. It brings rows to 8 bits by itself, each by a scale and a zero of its
-    own."""
+    """KleidiAI's product with 4 bits, in groups. It quantises each row to 8 bits itself, with its own scale and zero
+    point."""
 
     name, bits = "kleidiai", 4
 
@@ -246,7 +246,7 @@ class FourBits(Way):
 
 
 class TwoNibbles(Way):
-    """Two such products with 4 bits, which are one with 8: the first has 16 times the weight of the second."""
+    """Two KleidiAI products with 4 bits that make one with 8: the first counts 16 times as much as the second."""
 
     name = "kleidiai"
 
@@ -260,7 +260,7 @@ class TwoNibbles(Way):
 
 
 def nibbles(numbers: Tensor) -> Tensor:
-    """(2 out, in) int8: a and then b, from -8 to 7, for numbers 16 a + b (out, in)."""
+    """(2 out, in) int8: first a and then b, from -8 to 7, of the numbers 16 a + b (out, in)."""
     shifted = numbers + 8  # up to 127: still int8
     return torch.cat([shifted >> 4, (shifted & 15) - 8])
 
@@ -278,10 +278,10 @@ WAYS: dict[int, tuple[type[Way], ...]] = {
     8: (Bytes, OneDnn, OneDnnSigned, Fbgemm, TwoNibbles, OneDnnSevenBits, FbgemmSevenBits, IntMM),
     4: (FourBits,),
 }
-"""bits -> ways, the first of which are preferred where they are exact and equally fast"""
+"""bits -> ways, in order of preference among exact ways that are equally fast"""
 
 
 def stacked(parts: Sequence[Numbers]) -> Numbers:
-    """Matrices that the same rows are multiplied with, as one."""
+    """Matrices that multiply the same rows, as one matrix."""
     numbers, scales = [part.numbers for part in parts], [part.scale for part in parts]
     return Numbers(torch.cat(numbers), torch.cat(scales), parts[0].bits)

@@ -1,9 +1,9 @@
-"""Matrix products over a few rows on a CPU, with weights stored in the order in which they are read.
+"""Matrix products over a few rows on a CPU, with weights packed once into the order in which they are read.
 
-A product over one row reads its weights once, as they are. For more rows a library first brings them into blocks, at
-every call, which on some machines takes longer than the product itself. Weights that were packed once save that, for a
-library or for a function of our own. They are a copy, so nothing is packed where memory is short, and nothing where a
-short trial finds that it does not pay.
+A product over one row reads its weights once, as they are. For more rows a library first packs them into blocks, at
+every call, which on some machines takes longer than the product itself. Weights that are packed at load save that, for
+a library or for a function of our own. They are a copy, so nothing is packed if memory is short or if a short trial
+finds that it does not pay.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from branchwise.backends.native.layer import InMemory, Matrix
 from branchwise.backends.trials import copies, seconds
 
 ROWS = 4
-"""of the trial, beside a single one"""
+"""the number of rows in a trial, besides a single row"""
 GAIN = 0.9
-"""the share of the time of several rows from which on packing pays"""
+"""packing pays if a product over several rows takes less than this share of the library's time"""
 SPARED = 1.25
-"""times as long as a library's product with a single row may be one of our own that makes a layer one call: what lies
-between its products is spared"""
+"""how many times as long as the library's our own product with a single row may take, if it makes a layer one call:
+that saves the overhead between its products"""
 MANY = 128
-"""rows from which on bringing weights into blocks at a call hardly counts"""
+"""the number of rows from which on packing weights at every call hardly counts"""
 TRIALS = 5
-"""of a matrix, of which the fastest counts: other processes may have taken the core in the others"""
+"""repetitions of a trial, of which the fastest counts: other processes may have taken the core in the others"""
 TRIAL_OUT = 2048
-"""outputs of the trial at most: what larger matrices take grows with them"""
+"""the most outputs of a trial; the time of larger matrices is extrapolated in proportion"""
 TOLERANCE = 1e-2
-"""of the largest number, within which two products are the same, bfloat16 included"""
+"""the difference, relative to the largest number, up to which two products count as the same, bfloat16 included"""
 SMALL = 1 << 16
-"""weights of a matrix below which nothing is gained"""
+"""the number of weights of a matrix below which packing gains nothing"""
 SHARE = 0.5
-"""of the free memory that packed weights may take"""
+"""the share of the free memory that packed weights may take"""
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""of rows (…, in) and a bias (out,), if there is one"""
+"""a function of rows (…, in) and a bias (out,) or None"""
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
@@ -60,7 +60,7 @@ def linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) 
 
 
 class PackedMatrix:
-    """A matrix (out, in), or several one below the other, in both orders: oneDNN's for several rows."""
+    """A matrix (out, in), or several stacked, kept plain for a single row and packed by oneDNN for several."""
 
     def __init__(self, *weights: Tensor) -> None:
         self._weights, self._versions = weights, [weight._version for weight in weights]
@@ -75,7 +75,7 @@ class PackedMatrix:
         return self.plain(rows, bias) if changed or rows.dtype != self._weights[0].dtype else self.multiply(rows, bias)
 
     def plain(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """With the weights as they are."""
+        """The product with the plain weights."""
         return linear(rows, self._weights, bias)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,8 +86,8 @@ class PackedMatrix:
 
 
 class PanelMatrix(PackedMatrix, InMemory):
-    """The same for a function of our own, in which a row gives the same bits alone and among up to `MANY`, if the
-    compiler rounds sums alike however many there are (`native.ALIKE`)."""
+    """A matrix packed for our own function. A row gives the same bits alone and among up to `MANY`, if the compiler
+    rounds sums alike however many rows there are (`native.ALIKE`)."""
 
     def pack(self, weight: Tensor) -> Tensor:
         product = float_product()
@@ -117,7 +117,7 @@ class PanelMatrix(PackedMatrix, InMemory):
 
 
 class PanelsForSeveral(PanelMatrix):
-    """The same for several rows alone, where a library is faster with a single one."""
+    """A matrix packed for our own function, for several rows only: the library is faster with a single row."""
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if rows.numel() == rows.shape[-1]:
@@ -158,11 +158,11 @@ class Stack(InMemory):
 
 
 class PackedLayers:
-    """The linear layers of a model on a CPU, and `stacks` of some of them; as a context it lends the model its
-    products. Stacks have theirs from the start."""
+    """The linear layers of a model on a CPU, and `stacks` of some of them. Inside the context that a call returns, the
+    layers use the packed products; stacks use theirs from the start."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[Stack] = (), *, at_once: bool = False) -> None:
-        """`at_once`: where products are our own, those of layers are one call, as those of stacks are."""
+        """`at_once`: our own products of the layers are part of one call, as those of stacks are."""
         apart = {id(weight) for stack in stacks for weight in stack.weights}
         layers = [one for one in model.modules() if type(one) is nn.Linear and id(one.weight) not in apart]
         first: dict[tuple[torch.Size, ...], Tensor] = {}
@@ -182,9 +182,9 @@ class PackedLayers:
                 stack.pack(way)
 
     def install(self) -> None:
-        """Lend the products for good."""
+        """Let the layers use the packed products from now on."""
         for layer, forward in self._forwards:
-            layer.__dict__["forward"] = forward  # found before the class's own; as an attribute it would take long
+            layer.__dict__["forward"] = forward  # found before the class's method; Module.__setattr__ is slow
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ class PackedLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lent:
-    """What a linear layer computes with in place of its own."""
+    """The forward function that replaces that of a linear layer."""
 
     product: Product
     layer: nn.Linear
@@ -208,8 +208,8 @@ class Lent:
 
 
 def ways_to_pack(weights: Sequence[Tensor], at_once: Sequence[bool] = ()) -> list[Way | None]:
-    """How each is packed: all in the way in which products with all of them are fastest, if there is room for them and
-    this way can do it; None if not. Those `at_once` are part of one call where they are our own."""
+    """How each matrix is packed: in the way that is fastest for all of them together; None if that way cannot pack it,
+    does not pay, or memory is short. Our own products `at_once` are part of one call."""
     usable = [one.device.type == "cpu" and not one.is_inference() and one.numel() >= SMALL for one in weights]
     kinds = [(weight.shape, weight.dtype) for weight in weights]
     first = {kind: weight for kind, weight, can in zip(kinds, weights, usable, strict=True) if can}
@@ -232,8 +232,8 @@ def ways_to_pack(weights: Sequence[Tensor], at_once: Sequence[bool] = ()) -> lis
 
 @torch.no_grad()
 def _tried(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
-    """Seconds of products with one of so many such matrices over a single row and over several, as it is and packed in
-    every way that works for it."""
+    """Way -> seconds of a product with one of `count` such matrices, over a single row and over several. None stands
+    for the plain matrix; ways that do not work for it are left out."""
     scale, weight = len(weight) / min(len(weight), TRIAL_OUT), weight[:TRIAL_OUT]
     rows = torch.linspace(-1, 1, ROWS * weight.shape[1], dtype=weight.dtype).view(ROWS, -1)
     wanted, others = functional.linear(rows, weight), range(copies(weight.nbytes, count))
@@ -250,13 +250,13 @@ def _tried(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
     spent = {way: [math.inf, math.inf] for way in products}
     for _ in range(TRIALS):
         for number, given in enumerate((rows[:1], rows)):
-            for key, several in products.items():  # in turn, so that what else runs meanwhile hinders all
+            for key, several in products.items():  # in turn, so that other load hinders all alike
                 spent[key][number] = min(spent[key][number], scale * seconds(several, given))
     return spent
 
 
 def free_memory() -> float:
-    """Bytes of memory that could be taken; where the system does not tell, as much as one may wish."""
+    """The bytes of memory that are available; infinite if the system does not tell."""
     try:
         known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return 1024 * float(known["MemAvailable"].removesuffix("kB"))

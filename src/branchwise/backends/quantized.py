@@ -1,7 +1,7 @@
 """A model whose linear layers hold weights of 8 or 4 bits (`int8.py`).
 
-The quantised model is a model of its own, and the target: what it writes is compared with its own plain decoding.
-Layers that read the same input, such as queries, keys and values, are one product.
+The quantised model is a model of its own, and it is the target: lossless means the distribution of this model. Layers
+that read the same input, such as queries, keys and values, are computed as one product.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import check_known
 
 BITS = {"int8": 8, "int4": 4}
-"""name of a scheme -> bits of a weight. In `int4` the output embeddings have 8: they decide between near tokens, and
-their errors are not averaged out by layers behind them"""
+"""name of a scheme -> bits of a weight. In `int4` the output embeddings have 8 bits: they decide between tokens of
+about equal probability, and no later layers average out their errors"""
 FLOAT, AUTO = "float", "auto"
 WEIGHTS = (FLOAT, AUTO, *BITS)
-"""what `--weights` may be"""
+"""the values of `--weights`"""
 FORMAT = 1
-"""of what is kept in the cache; raise it when a conversion would come out differently"""
+"""the version of converted models in the cache; raise it if a conversion would come out differently"""
 PAYS = 1.25
-"""how many times as fast as in floating point products must be for `auto` to take 8 bits"""
+"""how many times as fast as floating point products with 8 bits must be for `auto` to choose them"""
 LARGE = 1 << 20
-"""weights of a drafter from which on it is read from memory"""
+"""the number of weights from which on a drafter exceeds the caches and is read from memory"""
 
 
 def choose_weights(weights: str, dtype: str | torch.dtype, device: str) -> str:
-    """One of `WEIGHTS`, refused where it cannot be; `auto` stays undecided only where a CPU computes in float32."""
+    """Check `weights`, which must be one of `WEIGHTS`, against device and dtype. `auto` stays `auto` on a CPU in
+    float32, where a trial decides; otherwise it becomes `float`."""
     check_known("weights", weights, WEIGHTS)
     full = str(dtype).removeprefix("torch.") in ("auto", "float32")
     if weights == AUTO:
@@ -56,7 +57,7 @@ class Distance(NamedTuple):
     kl: float
     """mean Kullback-Leibler divergence of the next token, in nats"""
     equal: float
-    """the share of places where both hold the same token for the most probable"""
+    """the share of positions at which both models have the same most probable token"""
     tokens: int
 
     def __str__(self) -> str:
@@ -68,19 +69,19 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a model was made from and how."""
+    """How a model was quantised, and from which weights."""
 
     scheme: str
-    """of `BITS`"""
+    """a key of `BITS`"""
     way: str
-    """how products are computed here"""
+    """the name of the way in which products are computed here"""
     weights: str
-    """fingerprint of the weights in float32 (`TargetInfo.weights`)"""
+    """the fingerprint of the weights in float32 (`TargetInfo.weights`)"""
     distance: Distance
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """None for a model in floating point."""
+    """How a model was quantised; None for a model in floating point."""
     found: Conversion | None = vars(model).get("_conversion")
     return found
 
@@ -98,7 +99,7 @@ class Joined:
         return len(self._sizes)
 
     def __call__(self, rows: Tensor, number: int) -> Tensor:
-        """The part of a layer; the first layer that asks for these rows computes all parts."""
+        """The outputs of layer `number`. The first layer that is given these rows computes the outputs of all."""
         if rows is not self._rows:
             flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
             found = self.product(flat).view(*rows.shape[:-1], -1)
@@ -106,14 +107,14 @@ class Joined:
         part = self._found[number]
         if number == len(self._sizes) - 1:
             self._rows, self._found = None, ()
-        return part.contiguous()  # torch rounds some functions otherwise where rows stand apart
+        return part.contiguous()  # torch rounds some functions differently if rows are not adjacent
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer of few bits. Its numbers are no parameters: no change of dtype may touch them."""
+    """A quantised linear layer. Its numbers are no parameters, so that no change of dtype touches them."""
 
     weight: Tensor | None
-    """(out, in) in floating point, for output embeddings alone: heads read their rows"""
+    """(out, in) in floating point, kept for output embeddings alone, because heads read their rows"""
 
     def __init__(self, matrix: Numbers, bias: Tensor | None, weight: Tensor | None = None) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class QuantizedLinear(nn.Module):
 
 
 def common_product(layers: Sequence[QuantizedLinear]) -> Way | None:
-    """The product that these layers, in their order, are all parts of; None if there is none."""
+    """The one product of which these layers, in their order, are all the parts; None if there is none."""
     joined = layers[0]._joined
     if joined is None or any(layer._joined is not joined for layer in layers):
         return None
@@ -141,7 +142,7 @@ def common_product(layers: Sequence[QuantizedLinear]) -> Way | None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """By name. Refuses a model that keeps matrices elsewhere: those would stay in floating point."""
+    """Name -> linear layer. Refuses a model with matrices outside linear layers: they would stay in floating point."""
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     if not layers:
         raise UnsupportedModel(f"{type(model).__name__} has no linear layers to quantise; leave out --weights.")
@@ -157,7 +158,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def quantised(model: nn.Module, scheme: str) -> dict[str, Numbers]:
-    """The numbers of every linear layer, by name."""
+    """Name -> quantised matrix, for every linear layer."""
     output: Any = model.get_output_embeddings()  # type: ignore[operator]
     return {
         name: Numbers.of(layer.weight, 8 if layer is output or layer.in_features % GROUP else BITS[scheme])
@@ -166,8 +167,8 @@ def quantised(model: nn.Module, scheme: str) -> dict[str, Numbers]:
 
 
 def install(model: nn.Module, numbers: Mapping[str, Numbers], groups: Sequence[Sequence[str]]) -> str:
-    """Put layers of these numbers in the place of linear layers, those of a group as one product. Returns the name of
-    the way in which products are computed."""
+    """Replace linear layers by quantised ones with these numbers; the layers of a group become one product. Returns the
+    name of the way in which products are computed."""
     output: Any = model.get_output_embeddings()  # type: ignore[operator]
     given: Any = model.get_input_embeddings()  # type: ignore[operator]
     made: dict[str, QuantizedLinear] = {}
@@ -194,7 +195,7 @@ def install(model: nn.Module, numbers: Mapping[str, Numbers], groups: Sequence[S
 
 
 def best_way(shapes: Iterable[Shape], bits: int) -> type[Way]:
-    """The fastest way to multiply with matrices of these shapes and so many bits."""
+    """The fastest way to multiply with matrices of these shapes and this many bits."""
     found = tried(shapes, bits).best
     if found is None:
         raise UsageError(f"torch has no fast exact product with {bits} bits for this CPU; use --weights int8 or float.")
@@ -202,13 +203,13 @@ def best_way(shapes: Iterable[Shape], bits: int) -> type[Way]:
 
 
 def in_eight_bits(weights: Sequence[Tensor], way: type[Way] | None = None) -> list[Product]:
-    """Products with matrices (out, in) brought to 8 bits, for drafters; by default in the fastest way."""
+    """Products with matrices (out, in) that are quantised to 8 bits, for drafters; by default in the fastest way."""
     way = way or best_way([(len(weight), weight.shape[1]) for weight in weights], 8)
     return [InEightBits(way(Numbers.of(weight)), weight.shape[1]) for weight in weights]
 
 
 class InEightBits(InMemory):
-    """A product with a matrix of so wide rows (…, in), of any shape."""
+    """A product of rows (…, width) with a quantised matrix, for any number of leading axes."""
 
     def __init__(self, way: Way, width: int) -> None:
         self._way, self._width = way, width
@@ -225,14 +226,14 @@ class Installed(NamedTuple):
     """How a drafter multiplies."""
 
     product_of: Callable[[Tensor], Product]
-    """what makes a product of another matrix"""
+    """a function that makes the product with another matrix of the drafter"""
     bytes: float
-    """that a weight has, in those of its parameters"""
+    """the size of a stored weight, as a share of the size of a parameter"""
 
 
 def install_products(model: nn.Module, quantised: str) -> Installed:
-    """Let the linear layers of a drafter compute from now on as those of its target do, `TargetInfo.quantised`, or in 8
-    bits where a product of our own has them: that reads a quarter of the bytes and changes no text."""
+    """Quantise the linear layers of a drafter to 8 bits, if its target is `int8` (`TargetInfo.quantised`) or if our own
+    product with 8 bits works here: that reads a quarter of the bytes and changes no text. Otherwise pack them."""
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     plain = all(layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32 for layer in layers)
     large = sum(layer.weight.numel() for layer in layers) >= LARGE
@@ -246,14 +247,14 @@ def install_products(model: nn.Module, quantised: str) -> Installed:
 
 
 def trial(model: nn.Module, dtype: torch.dtype) -> Trial:
-    """What the products of a model take in 8 bits and in `dtype`."""
+    """Time the products of a model in 8 bits and in `dtype`."""
     return tried([(layer.out_features, layer.in_features) for layer in linear_layers(model).values()], 8, dtype)
 
 
 @torch.no_grad()
 def layers_of_one_input(model: nn.Module, tokens: Tensor) -> list[list[str]]:
-    """Names of linear layers that are given the very same rows one after the other, found by watching a pass. Nothing
-    may write to the rows in between, which torch counts outside of inference mode."""
+    """Groups of names of linear layers that are given the very same rows, one call after the other, found by watching a
+    pass. Nothing may write to the rows in between; torch counts such writes, except in inference mode."""
     calls: list[tuple[str, Tensor, int]] = []
     with ExitStack() as undo:
         for name, layer in linear_layers(model).items():
@@ -267,7 +268,7 @@ def layers_of_one_input(model: nn.Module, tokens: Tensor) -> list[list[str]]:
     groups: list[list[str]] = []
     last: tuple[Tensor, int] | None = None
     for name, rows, version in calls:
-        if names.count(name) > 1:  # called again in the same pass: whose rows these are is not clear
+        if names.count(name) > 1:  # called more than once in a pass: the group would be ambiguous
             last = None
         elif last is not None and rows is last[0] and version == last[1]:
             groups[-1].append(name)
@@ -278,7 +279,7 @@ def layers_of_one_input(model: nn.Module, tokens: Tensor) -> list[list[str]]:
 
 
 def rest_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Everything else that a file must hold: parameters and lasting buffers outside of linear layers, and biases."""
+    """Everything else that a file must hold: parameters and persistent buffers outside of linear layers, and biases."""
     weights = {f"{name}.weight" for name in linear_layers(model)}
     for name, tensor in model.state_dict().items():
         if name not in weights:

@@ -16,13 +16,13 @@ from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
 KEY_WIDTH = 4
-"""of the keys and values of its one head"""
+"""the width of the keys and values of its one head"""
 
 
 class ToyTarget(Target):
-    """A model whose logits are a fixed random function of all tokens before, and so are the hidden states, keys and
-    values of its one layer, "embedding". Its embeddings are random rows, which its own logits do not read. It keeps the
-    books of a KV cache and checks that a real cache would hold what is committed."""
+    """A model whose logits are a fixed random function of the whole prefix, and so are the hidden states, keys and
+    values of its one layer, "embedding". Its embeddings are random rows, which its logits do not depend on. It keeps
+    account of a KV cache and asserts that a real cache would hold the committed tokens."""
 
     keeps_rows = True
 
@@ -38,7 +38,7 @@ class ToyTarget(Target):
         prefill_chunk: int = 512,
         prefill_piece: int | None = None,
     ) -> None:
-        """`padded` makes passes for more trees and nodes than are wanted, as CUDA graphs do."""
+        """`padded` pads passes to more trees and nodes than are asked for, as CUDA graphs do."""
         self.padded = padded
         self.seed = seed
         self.prefill_chunk = prefill_chunk
@@ -60,7 +60,7 @@ class ToyTarget(Target):
         )
         self._needs = Needs()
         self._cached: dict[SequenceState, list[int]] = {}
-        self._retired: dict[SequenceState, list[int]] = {}  # the one used longest ago first
+        self._retired: dict[SequenceState, list[int]] = {}  # least recently used first
         self._prefilled: dict[SequenceState, list[Prefill]] = {}
         self._scored: dict[SequenceState, tuple[DraftTree, Tensor]] = {}
 
@@ -82,7 +82,7 @@ class ToyTarget(Target):
         return (batch + 2, min(nodes + 3, self.max_nodes)) if self.padded else (batch, nodes)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """(vocabulary,): what follows these tokens."""
+        """(vocabulary,): the logits after these tokens."""
         return 2 * self._random(tokens, self.vocabulary)
 
     def _random(self, tokens: Sequence[int], count: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""How long products take in a pass, where their weights come from memory: since a layer was computed last, others have
-taken the caches."""
+"""Timing of products as they run in a pass: with weights that come from memory, because other layers have filled the
+caches since."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 CACHES = 1 << 26
-"""bytes of weights that no cache holds, or of which little is left in it"""
+"""bytes of weights that exceed the caches, so that little of them stays cached"""
 
 
 def copies(nbytes: int, count: int) -> int:
-    """How many of `count` matrices of so many bytes must take turns, so that none is in a cache when its turn comes."""
+    """How many of `count` matrices of `nbytes` bytes must take turns, so that none is cached when its turn comes."""
     return min(count, -(-CACHES // nbytes))
 
 
 def seconds(products: Sequence[Callable[[Tensor], object]], rows: Tensor) -> float:
-    """Of one of these products, which are computed one after the other."""
+    """The mean seconds of these products, computed one after the other."""
     start = time.perf_counter()
     for product in products:
         product(rows)

@@ -1,8 +1,9 @@
-"""One of several arms for a while, and then the best: a bandit that needs no training, and forgets.
+"""A bandit without training: it tries all arms, prefers the best, and forgets old rewards.
 
-Discounted UCB (Garivier and Moulines, "On Upper-Confidence Bound Policies for Switching Bandit Problems", 2011): an arm
-is worth what it gave lately, and more the less was seen of it. What was seen fades with every step, so an arm that was
-worse is tried again, and one that has become better is found. It draws nothing: the same steps choose the same arms.
+Discounted UCB (Garivier and Moulines, "On Upper-Confidence Bound Policies for Switching Bandit Problems", 2011): the
+value of an arm is its recent mean reward plus a bonus that grows the less the arm was chosen. Rewards fade with every
+step, so the bandit tries a worse arm again and notices an arm that has become better. It uses no random numbers: the
+same rewards choose the same arms.
 """
 
 from __future__ import annotations
@@ -10,31 +11,31 @@ from __future__ import annotations
 import math
 
 STINT = 4
-"""steps for which an arm is chosen: to change costs something, and one step says little"""
+"""steps for which an arm stays chosen: a change costs time, and one step says little"""
 FADING = 0.98
-"""the factor of what an arm gave, from one step to the next"""
+"""the factor by which rewards fade from one step to the next"""
 CURIOSITY = 0.2
-"""the worth of what is not known of an arm; what it gives in a step is between 0 and 1"""
+"""the weight of the bonus for arms that were rarely chosen; the reward of a step is between 0 and 1"""
 
 
 class Bandit:
     def __init__(self, arms: int) -> None:
         self.arm = 0
-        """which is chosen"""
+        """the chosen arm"""
         self._given, self._steps = [0.0] * arms, [0.0] * arms
         self._left = STINT
 
     @property
     def stays(self) -> bool:
-        """Whether the arm is chosen for the step after the next `record` as well, whatever that says."""
+        """Whether the arm stays chosen after the next `record`, whatever the reward."""
         return len(self._steps) == 1 or self._left > 1
 
     def worth(self, arm: int) -> float | None:
-        """What it gave in a step lately, if it was ever chosen."""
+        """The mean reward of an arm in recent steps; None if it was never chosen."""
         return self._given[arm] / self._steps[arm] if self._steps[arm] else None
 
     def record(self, given: float) -> None:
-        """A step of the chosen arm gave so much, from 0 to 1."""
+        """Count a step of the chosen arm with the reward `given`, from 0 to 1."""
         for arm in range(len(self._steps)):
             self._given[arm] *= FADING
             self._steps[arm] *= FADING
@@ -45,7 +46,7 @@ class Bandit:
             self.arm, self._left = self._best(), STINT
 
     def _best(self) -> int:
-        """One that was never chosen, or the one of the greatest promise; the same one if others promise as much."""
+        """An arm that was never chosen, else the arm of the highest value; on a tie the present arm."""
         if 0.0 in self._steps:
             return self._steps.index(0.0)
         seen = math.log(max(sum(self._steps), math.e))

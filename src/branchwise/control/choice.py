@@ -1,4 +1,4 @@
-"""The number of nodes that gives most tokens a second, or none where drafting would lose; and when to stand aside."""
+"""The tree size with the most tokens a second, or none if drafting would lose; and when a source stands aside."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 WORTH = 1.03
-"""the expected speed of a tree, in plain decoding, from which on it is drafted"""
+"""the expected speed, as a multiple of plain decoding, from which on a tree is drafted"""
 TRIAL = 12
-"""steps after which a source that takes time itself is judged"""
+"""steps after which a source is judged"""
 SHORTEST_TRIAL = 4
-"""the same, however many texts take part"""
+"""the least number of these steps, however many texts a batch has"""
 LOSS = 4.0
-"""passes that a trial may lose; then it is over at once"""
+"""passes that a trial may lose; it ends at once if it has lost more"""
 SHARE = 0.05
-"""of all steps, that trials may cost: a source stands aside for so long after one that was lost"""
+"""the share of all steps that lost trials may cost; it sets how long a source stands aside after a lost trial"""
 SHORTEST_WAIT = 16
+"""the least number of steps for which a source stands aside"""
 FADING = 0.95
-"""the factor of what was gained and spent from one step to the next"""
+"""the factor by which gains and costs fade from one step to the next"""
 
 
 def best(tokens: Sequence[float], costs: Sequence[float]) -> int:
-    """Which of several sizes gives most tokens a second, given what each is expected to give and to cost; the first one
-    is that of plain decoding, and is left only for one that is clearly better."""
+    """The index of the size with the most tokens a second, given the expected tokens and cost of each. Index 0 is plain
+    decoding; another size must be faster by the factor `WORTH`."""
     speeds = [gained / cost for gained, cost in zip(tokens, costs, strict=True)]
     found = max(range(len(speeds)), key=speeds.__getitem__)
     return found if speeds[found] > WORTH * speeds[0] else 0
@@ -31,27 +32,28 @@ def best(tokens: Sequence[float], costs: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a source may lose before it stands aside, and for how long it does."""
+    """How much a source may lose before it stands aside, and for how long it does."""
 
     first: float = LOSS
-    """passes that its first trial may lose, and one that has gained as many"""
+    """passes that its first trial may lose, and a trial that has already gained this many"""
     again: float = LOSS
-    """passes that a trial may lose which follows a lost one"""
+    """passes that a trial may lose if it follows a lost trial"""
     trial: int = TRIAL
-    """steps after which it must have lost nothing"""
+    """steps after which a trial must have lost nothing"""
     share: float = SHARE
+    """the share of all steps that lost trials may cost"""
     fading: float = FADING
     credit: float = math.inf
-    """passes that it may have gained in its favour; it can lose them again before it has lost anything"""
+    """the largest surplus of a source, in passes; a source can lose its surplus before a loss counts"""
     repaid: bool = False
-    """whether what was invested in a whole text counts as spent, little by little, and must be earned back"""
+    """whether investments in a whole text count as spent, little by little, and must be earned back"""
     forgiving: bool = False
-    """whether one that has paid and then lost is tried again soon, like the first time"""
+    """whether a source that has paid and then lost is tried again soon, under the terms of a first trial"""
 
     def for_texts(self, texts: int) -> Terms:
-        """Steps of several texts say more of a source than as many of one, by the root of their number, and differ less
-        from those before them. So fewer steps and fewer passes lost are enough for a trial, and trials may cost a
-        smaller share of all steps."""
+        """The terms for a batch of this many texts. A step over n texts is an average over them and varies less, by the
+        root of n. So a trial needs fewer steps and may lose fewer passes, and trials may cost a smaller share of all
+        steps."""
         root = math.sqrt(texts)
         return replace(
             self,
@@ -63,38 +65,50 @@ class Terms:
 
 
 class Rest:
-    """Lets a source stand aside that takes time whether or not its candidates are drafted, while it does not pay.
+    """Decides when a source stands aside because it does not pay.
 
-    It is judged by whole steps: tokens that they gave, and time that they took. After a while it gets another trial,
-    the later the more that one may lose.
+    A source is judged by whole steps: the tokens that they gave, and the time that they took. After a rest it gets
+    another trial; the more that trial may lose, the longer is the rest.
+
+    Call `advance` once before every step; `is_resting` then tells of that step.
     """
 
     def __init__(self, terms: Terms | None = None) -> None:
         self._terms = terms or Terms()
         self._most = self._terms.first
-        """passes that this trial may lose"""
+        """the number of passes that this trial may lose"""
         self._gained = self._spent = self._invested = 0.0
         self._steps = 0
-        """of this trial"""
+        """the number of steps of this trial"""
         self._paid = False
-        """whether this trial has gained as much as a first one may lose"""
+        """whether this trial has gained as much as a first trial may lose"""
         self._left = 0
-        """steps until the next one"""
+        """the number of steps until the next trial; negative in a trial"""
 
-    def resting(self) -> bool:
-        """Whether it stands aside in the next step."""
+    def advance(self) -> None:
+        """Count the step that is about to begin."""
         self._left -= 1
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the source stands aside in the step that `advance` has counted last."""
         return self._left >= 0
 
+    def resting(self) -> bool:
+        """`advance`, then `is_resting`: for a caller that has a single source."""
+        self.advance()
+        return self.is_resting
+
     def invest(self, passes: float) -> None:
-        """What was done for a whole text took as long as so many plain passes. It says nothing of the steps, but is
-        lost where these do not pay."""
+        """Count work for a whole text that took as long as this many plain passes. It says nothing of single steps, but
+        it is lost if they do not pay."""
         self._invested += passes
 
     def record(self, tokens: float, passes: float) -> bool:
-        """A step with it gave so many tokens and took as long as so many plain passes; whether it stands aside now."""
+        """Count a step that gave `tokens` and took as long as this many plain `passes`. Returns whether the trial is
+        lost with it, so that the source stands aside now."""
         terms = self._terms
-        if self._left > 0:  # the step was decided before the one was over with which the trial was lost
+        if self._left > 0:  # pipelined: this step was chosen before the step that lost the trial had ended
             self._left += round(max(0.0, passes - tokens) / terms.share)
             return False
         due = (1 - FADING) * self._invested
@@ -111,7 +125,7 @@ class Rest:
         if self._paid and terms.forgiving:
             self._left = SHORTEST_WAIT
         else:
-            # The next trial may lose what is granted to it and the step with which it is over.
+            # At most, the next trial loses what it is granted plus one step like this one.
             at_stake = min(lost, terms.again + passes - tokens)
             self._left = max(SHORTEST_WAIT, round((at_stake + self._invested) / terms.share))
             self._most = terms.again
@@ -124,20 +138,20 @@ class Rest:
 
     @property
     def proved(self) -> bool:
-        """Whether this trial is over, and not lost: it has gained as much as counts, or taken as long as one may."""
+        """Whether this trial is won: it has gained as much as the credit, or lasted as many steps as a trial does."""
         return self._gained - self._spent >= self._terms.credit or self._steps >= self._terms.trial
 
     def stand_aside(self) -> None:
-        """Another source is better: this one gets a short trial, soon if it was not to wait longer anyhow."""
+        """Make way for a better source. This one gets a short trial soon, unless it has to wait longer already."""
         self._most, self._left = self._terms.again, max(self._left, SHORTEST_WAIT)
         self._begin_anew()
 
     def come_forward(self) -> None:
-        """Its next trial begins now, and may lose as much as the first."""
+        """Begin the next trial now; it may lose as much as a first one."""
         self._most, self._left = self._terms.first, min(self._left, 0)
 
     def elsewhere(self) -> Rest:
-        """What is known of it, for circumstances that are not the same: it tries soon whether it pays there."""
+        """The rest to begin with in batches of another size: the same terms, and at most a short wait."""
         other = Rest(self._terms)
         other._most, other._left = self._most, min(self._left, SHORTEST_WAIT)
         return other

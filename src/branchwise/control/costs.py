@@ -1,18 +1,25 @@
 """What passes cost, in passes over one row, learned from the passes of generation itself.
 
-The speed of a machine varies, from minute to minute and for all sizes alike, and no size is timed often. So two things
-are followed together: the pace of the machine, which changes quickly, and by how much each size is dearer than a line
-would have it, which hardly changes. A pass tells their sum, and a Kalman filter how much it says of either. That sizes
-close to each other cost about the same is in the covariance the filter begins with: that of a random walk over the
-logarithm of the number of rows. So one pass over 32 rows also says something of 24 and of 64.
+The model of a pass over a number of rows:
 
-Rows are those of all texts together. A batch that was not seen before begins with what is known of the nearest one.
+    log seconds = pace + log line(rows) + deviation(rows) + noise
+
+The pace is that of the machine: it changes from minute to minute, for all sizes alike. The line is a fixed guess, one
+plus a small cost for every further row. The deviation from it hardly changes, but no size is timed often. A Kalman
+filter estimates pace and deviations together, from their sums. Its initial covariance is that of a random walk over the
+logarithm of the number of rows, because sizes close to each other cost about the same: so one pass over 32 rows also
+says something of 24 and of 64.
+
+Optimistic cost, so that a size of which little is known is tried: log cost - HOPE * (sd - SURE), the reduction clipped
+to 0 ... MOST_HOPE, where sd is the standard deviation of the log cost.
+
+Rows are those of all texts together. A batch size that was not seen before begins with what is known of the nearest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,71 +31,82 @@ from branchwise.backends.base import TargetInfo
 from branchwise.cuda.inputs import BATCHES, fitting
 
 GRID = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-"""rows whose costs are followed; others lie between two of them"""
+"""numbers of rows whose deviations are estimated; others are interpolated"""
 SLOPE = 1 / 96
 """the assumed cost of one more row, in passes over one row, before any pass was timed"""
 DEVICE_SLOPE = 1 / 256
-"""the same on a device, where memory bandwidth limits a pass and not arithmetic"""
+"""the assumed cost of one more row on a device, where memory bandwidth limits a pass and not arithmetic"""
 BEND = 0.6
-"""the variance of how far costs are off that line, for a number of rows that is e times as large"""
+"""the variance that the deviation from that line gains when the number of rows grows by the factor e"""
 NOISE, LEAST_NOISE, MOST_NOISE = 0.1**2, 0.03**2, 0.5**2
-"""of the logarithm of a time, at first, at least and at most; these and what follows are variances"""
+"""the noise of the logarithm of a time, at first, at least and at most; these and DRIFT to OTHER_DAY are variances"""
 SLOWLY = 0.05
-"""the share of the last error in how much noise is expected"""
+"""the share of the last error in the estimate of the noise"""
 DRIFT = 0.02**2
-"""by which the pace changes from pass to pass"""
+"""the change of the pace from pass to pass"""
 WEAR = 1e-4
-"""by which costs change, as a share of what was assumed at first"""
+"""the change of the deviations from pass to pass, as a share of their first variance"""
 ALARM = 0.1
-"""the same where passes keep taking much longer or shorter than expected, and what the pace may have changed by then"""
+"""the change of pace and deviations that is assumed if two passes in a row are outliers of the same sign"""
 OTHER_BATCH = 1.0
-"""of the pace in a batch of another size, or in another process, where nothing was timed yet"""
+"""how unsure the pace is in a batch of another size, or in a new process, before anything was timed"""
 OTHER_DAY = 0.01
-"""of costs in another process"""
+"""how much the deviations may have changed since another process"""
 ABSURD = 50.0
-"""no logarithm of a cost and no variance of one is so large"""
+"""a bound that no logarithm of a cost and no variance of it reaches"""
 FAR = 3.0
-"""standard deviations from which on a pass is an outlier, and two of them in a row an alarm"""
+"""standard deviations from which on a pass is an outlier; two outliers of the same sign in a row are an alarm"""
 DOUBT = 0.2
-"""the standard deviation of the cost of a size from which on a plain pass is wanted for comparison"""
+"""the standard deviation of the log cost of a size from which on a plain pass is needed for comparison"""
 UNTRIED = 0.25
-"""that of a size which was hardly ever timed, at least"""
+"""the least standard deviation of a size that was hardly ever timed"""
 SURE, HOPE = 0.1, 1.5
-"""a standard deviation that is as good as none; costs are hoped to be lower by so many times what is beyond it"""
+"""the standard deviation that counts as none, and the factor of what is beyond it in an optimistic cost"""
 MOST_HOPE = math.log(3)
-"""by which they are hoped to be lower at most: in a large batch one trial of a large size may take many passes"""
+"""the largest reduction of an optimistic log cost: in a large batch one trial of a large size may take many passes"""
 STALE = 200
-"""steps after which a plain step is timed again in any case"""
+"""steps after which a plain step must be timed again"""
 FEW = 3
 """timed passes of a size that are enough to compare it with others"""
 RECORDED = 4
-"""passes of a size on a device before they are timed: by then all that a step does is recorded"""
+"""passes, or steps, of a size on a device before any is timed: by then everything that a step does is recorded"""
 
 _LOGS = np.log(GRID)
 _WALK = np.minimum.outer(_LOGS, _LOGS)
 
 
+def batch_size_class(batch: int) -> int:
+    """The bucket of a batch size; batches of one bucket share what is learned of them."""
+    return fitting(batch, BATCHES)
+
+
+def nearest_size(known: Iterable[int], size: int) -> int | None:
+    """The known batch size that is nearest to `size` by ratio, if there is any."""
+    return min(known, key=lambda other: abs(math.log(other / size)), default=None)
+
+
 class PassCostModel:
-    """The cost of a pass over so many rows of each text of a batch, in passes over one row of each, estimated from
-    passes that were timed."""
+    """The cost of a pass over a number of rows of each text of a batch, in passes over one row of each, estimated from
+    timed passes."""
 
     def __init__(self, settling: int = 1, slope: float = SLOPE, batch: int = 1) -> None:
-        """The first passes of a size, `settling` of them, also pay for the choice and the recording of kernels."""
+        """The first `settling` passes of a size are not timed: they also choose and record kernels."""
         self._settling, self._slope, self._batch = settling, slope, batch
         self._known = np.zeros(1 + len(GRID))
-        """the logarithms of the seconds of a plain pass, and of what sizes cost over the first guess"""
+        """the pace, which is the log seconds of a pass over one row, and the deviation at every size of `GRID`"""
         self._spread = np.zeros((1 + len(GRID),) * 2)
+        """the covariance of `_known`; [0, 0] is 0 before the first timed pass"""
         self._spread[1:, 1:] = BEND * _WALK
         self._counts: dict[int, int] = {}
         self._since_plain = STALE
         self._drafted = 0
-        """rows of the last pass over more than one, if none over one came after it"""
+        """the rows of the last timed pass, if they were more than one; else 0"""
         self._noise = NOISE
         self._outliers = 0
-        """in a row, all of them too long or all too short"""
+        """the number of outliers in a row of the same sign; negative if the passes were shorter than expected"""
 
     def for_batch(self, batch: int) -> PassCostModel:
-        """What is known of this batch, for another one: rows cost about the same there, the rest of a step may not."""
+        """The model to begin with at another batch size: rows cost about the same there, but the pace may differ."""
         other = PassCostModel(self._settling, self._slope, batch)
         other._known, other._spread, other._noise = self._known.copy(), self._spread.copy(), self._noise
         if self._spread[0, 0]:
@@ -97,11 +115,11 @@ class PassCostModel:
         return other
 
     def state(self) -> dict[str, object]:
-        """What is known, for a file."""
+        """The estimates, for a file."""
         return {"known": self._known.tolist(), "spread": self._spread.tolist(), "noise": self._noise}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin with what another process knew: costs are about the same, the pace may be any."""
+        """Begin with the estimates of another process: deviations are about the same, but the pace may differ."""
         known, spread = (np.array(state[name], dtype=np.float64) for name in ("known", "spread"))
         noise = min(MOST_NOISE, max(LEAST_NOISE, float(state["noise"])))
         fits = known.shape == self._known.shape and spread.shape == self._spread.shape
@@ -112,13 +130,13 @@ class PassCostModel:
         self._spread[1:, 1:] += OTHER_DAY * _WALK
 
     def tell(self, rows: int, seconds: float) -> None:
-        """A pass over so many rows of each text takes this long, as was measured with care."""
+        """Take over a careful measurement of a pass over this many rows of each text."""
         for _ in range(self._settling + FEW - self._counts.get(rows, 0)):
             self.record(rows, seconds)
         self.record(rows, seconds)
 
     def record(self, rows: int, seconds: float) -> None:
-        """A pass over so many rows of each text took this long."""
+        """Learn from one pass over this many rows of each text."""
         count = self._counts.get(rows, 0)
         self._counts[rows] = count + 1
         self._since_plain = 0 if rows == 1 and count >= self._settling else self._since_plain + 1
@@ -127,7 +145,7 @@ class PassCostModel:
         spent = math.log(max(seconds, 1e-9)) - self._guess(rows)
         self._drafted = rows if rows > 1 else 0
         seen = _seen(self._batch * rows)
-        if not self._spread[0, 0]:  # the first pass of all says what its seconds mean
+        if not self._spread[0, 0]:  # the first timed pass sets the pace
             self._known[0], self._spread[0, 0] = spent, self._spread_of(seen) + self._noise
             return
         self._spread[0, 0] += DRIFT
@@ -144,7 +162,7 @@ class PassCostModel:
         else:
             same = self._outliers * error > 0
             self._outliers = (self._outliers if same else 0) + (1 if error > 0 else -1)
-            if abs(self._outliers) == 1:  # an accident
+            if abs(self._outliers) == 1:  # one alone is taken for an accident and counts as one standard deviation
                 error = math.copysign(far / FAR, error)
             else:
                 self._spread[0, 0] += ALARM
@@ -156,7 +174,8 @@ class PassCostModel:
 
     @property
     def knows_plain(self) -> bool:
-        """Whether a plain step was timed not long ago, and the sizes that are drafted can be compared with it."""
+        """Whether a plain step was timed within the last `STALE` steps, and the last drafted size can be compared with
+        it."""
         if self._since_plain >= STALE:
             return False
         return not self._drafted or self._spread_of(_compared(self._batch, (self._drafted,))[0]) < DOUBT**2
@@ -167,12 +186,12 @@ class PassCostModel:
         return math.exp(self._guess(1) + float(_seen(self._batch) @ self._known))
 
     def keep_pace(self, other: PassCostModel) -> None:
-        """Another model has followed the same machine since: its pace is the present one."""
+        """Take over the pace of another model, which has timed the same machine more recently."""
         if self._spread[0, 0] and other._spread[0, 0]:
             self._known[0] += math.log(other.plain_seconds / self.plain_seconds)
 
     def settled(self, rows: int) -> bool:
-        """Whether passes of this size are timed, beyond the first ones."""
+        """Whether passes of this size are timed by now: the first ones are not."""
         return self._counts.get(rows, 0) >= self._settling
 
     def knows(self, rows: int) -> bool:
@@ -180,41 +199,51 @@ class PassCostModel:
         return self._counts.get(rows, 0) >= self._settling + FEW
 
     def costs(self, wanted: Sequence[int], *, hoped: bool = False) -> list[float]:
-        """The costs of passes over so many rows of each text, rising: that more rows cost less is noise. `hoped`: as
-        low as they may well be, so that a size is tried of which little is known."""
+        """The costs of passes over these numbers of rows of each text, in rising order. They do not fall: if more rows
+        seem to cost less, that is noise. `hoped` asks for optimistic costs, so that a size of which little is known is
+        tried."""
         seen = _compared(self._batch, tuple(wanted))
         found = seen @ self._known
         if hoped:
             doubts = np.sqrt(np.maximum(0.0, ((seen @ self._spread) * seen).sum(axis=1)))
             found = found - np.clip(HOPE * (doubts - SURE), 0.0, MOST_HOPE)
-        blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)
-        for rows, over in zip(wanted, found.tolist(), strict=True):
-            over += self._guess(rows) - self._guess(1)
-            mean = math.exp(max(0.0, over))  # no pass costs less than one over a row
-            weight, count = 1.0 + self._counts.get(rows, 0), 1
-            while blocks and blocks[-1][0] >= mean:  # neighbours in the wrong order are pooled
-                other, known, several = blocks.pop()
-                mean = (mean * weight + other * known) / (weight + known)
-                weight, count = weight + known, count + several
-            blocks.append((mean, weight, count))
-        return [mean for mean, _, count in blocks for _ in range(count)]
+        deviations = zip(wanted, found.tolist(), strict=True)
+        logs = [deviation + (self._guess(rows) - self._guess(1)) for rows, deviation in deviations]
+        costs = [math.exp(max(0.0, log)) for log in logs]  # no pass costs less than a pass over one row
+        return _pooled(costs, [1.0 + self._counts.get(rows, 0) for rows in wanted])
 
     def unclear(self, rows: int, speed: float) -> bool:
-        """Whether a size that seems so many times as fast as plain decoding may well be slower. Then plain passes take
-        turns with it, until it is clear; while hardly anything is known of the size, it is tried first."""
+        """Whether a size that seems `speed` times as fast as plain decoding may well be slower. Then plain passes take
+        turns with it until that is clear. A size of which hardly anything is known is tried first: False."""
         doubt = math.sqrt(self._spread_of(_compared(self._batch, (rows,))[0]))
         return self._since_plain > 0 and math.log(speed) < doubt < UNTRIED
 
     def _guess(self, rows: int) -> float:
+        """The log of the line, which is 1 at one row of a single text."""
         return math.log((1 + self._batch * rows * self._slope) / (1 + self._slope))
 
     def _spread_of(self, seen: NDArray[np.float64]) -> float:
+        """The variance of a weighted sum of `_known`."""
         return max(0.0, float(seen @ self._spread @ seen))
+
+
+def _pooled(costs: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The costs as the nearest sequence that does not fall (isotonic regression): neighbours in the wrong order share
+    their weighted mean."""
+    blocks: list[tuple[float, float, int]] = []  # (mean cost, weight, sizes)
+    for mean, weight in zip(costs, weights, strict=True):
+        count = 1
+        while blocks and blocks[-1][0] >= mean:
+            other, known, several = blocks.pop()
+            mean = (mean * weight + other * known) / (weight + known)
+            weight, count = weight + known, count + several
+        blocks.append((mean, weight, count))
+    return [mean for mean, _, count in blocks for _ in range(count)]
 
 
 @cache
 def _seen(rows: int) -> NDArray[np.float64]:
-    """What a pass over so many rows tells: the pace, and the costs of the sizes around it."""
+    """The weights of `_known` in the time of a pass over this many rows: the pace, and the deviations around it."""
     seen = np.zeros(1 + len(GRID))
     seen[0] = 1.0
     place = min(int(np.searchsorted(GRID, rows)), len(GRID) - 1)
@@ -228,33 +257,33 @@ def _seen(rows: int) -> NDArray[np.float64]:
 
 @cache
 def _compared(batch: int, wanted: tuple[int, ...]) -> NDArray[np.float64]:
-    """(sizes, …): what tells the costs of passes over so many rows of each text from that of one over one row of each;
-    they have the same pace."""
+    """(sizes, …): the weights of `_known` in the cost of passes over these numbers of rows of each text, compared with
+    a pass over one row of each. The pace cancels out."""
     return np.stack([_seen(batch * rows) for rows in wanted]) - _seen(batch)
 
 
 _cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyDictionary()
-"""target -> size of a batch -> costs of its passes, shared by all drafters of the target"""
+"""target -> bucket of the batch size -> costs of its passes, shared by all drafters of the target"""
 
 
 def cost_models(target: TargetInfo) -> dict[int, PassCostModel]:
-    """By the size of a batch."""
+    """The models of a target, by the bucket of the batch size."""
     return _cost_models.setdefault(target, {})
 
 
 def plain_seconds_of(target: TargetInfo, batch: int) -> float | None:
-    """How long a plain pass over so many texts takes at the present pace, if one was timed not long ago."""
-    model = cost_models(target).get(fitting(batch, BATCHES))
+    """How long a plain pass over this many texts takes at the present pace; None if none was timed lately."""
+    model = cost_models(target).get(batch_size_class(batch))
     return model.plain_seconds if model is not None and model.knows_plain else None
 
 
 def cost_model_of(target: TargetInfo | None, batch: int) -> PassCostModel:
-    """Batches of about the same size share what is learned of them."""
+    """The model for batches of this size; without a target, a new one."""
     if target is None:
         return PassCostModel(batch=batch)
-    models, size = cost_models(target), fitting(batch, BATCHES)
+    models, size = cost_models(target), batch_size_class(batch)
     if size not in models:
-        nearest = min(models, key=lambda other: abs(math.log(other / size)), default=None)
+        nearest = nearest_size(models, size)
         first = PassCostModel() if target.device.type == "cpu" else PassCostModel(RECORDED, DEVICE_SLOPE)
         models[size] = (first if nearest is None else models[nearest]).for_batch(size)
     return models[size]

@@ -1,13 +1,15 @@
-"""Who drafts a step, if anyone: the source that gives most tokens a second, and nobody where plain decoding is faster.
+"""Chooses the source that drafts a step: the one with the most tokens a second, or none if plain decoding is faster.
 
-A source that a user names drafts as it was told, whatever it costs, and of several none is the best for every text. So
-whole steps are timed, those with a draft and plain ones, batches of about one size together. Each of several sources is
-looked at for a few steps, and the fastest leads. One that learns from what others draft knows next to nothing then, so
-it is looked at once more. The others get short trials, each the later the more a trial may lose.
-A trial is judged by what the leader would have given in the same time, and the leader by what plain decoding would: so
-is a source that is alone. Where plain decoding is faster, nothing is drafted for a while.
+A source by itself drafts at any cost, and none of several is the best for every text. So the guard times whole steps,
+drafted and plain ones, separately for each bucket of batch sizes. First it looks at each of several sources for a few
+steps; the fastest becomes the leader. A source that learns from the drafts of others knows next to nothing by then, so
+the guard looks at it a second time. After that the other sources get short trials; the more a trial may lose, the later
+it comes.
 
-The decision for a step looks at the steps before it alone, so what a verifier promises of any tree stays true.
+A trial is compared with what the leader would have given in the same time. The leader, or a source that is alone, is
+compared with plain decoding. If plain decoding is faster, nothing is drafted for a while.
+
+The decision for a step depends on earlier steps only, so what a verifier guarantees for any tree still holds.
 """
 
 from __future__ import annotations
@@ -19,32 +21,31 @@ from dataclasses import dataclass, field, replace
 
 from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import WORTH, Rest, Terms
-from branchwise.control.costs import DEVICE_SLOPE, RECORDED, PassCostModel
-from branchwise.cuda.inputs import BATCHES, fitting
+from branchwise.control.costs import DEVICE_SLOPE, RECORDED, PassCostModel, batch_size_class, nearest_size
 
 PLAIN = -1
-"""in place of a source: nothing is drafted"""
+"""stands for no source: nothing is drafted"""
 TERMS = Terms(first=4.0, again=0.5, trial=48, share=0.022, fading=0.98, credit=8.0, repaid=True, forgiving=True)
-"""A later trial may be as short as one step, so that it can come soon; and what a source has gained it may lose again,
-because many gain much now and then and nothing in between. All sources share the share."""
+"""A later trial may be as short as one step, so that it can come soon. A source may lose its surplus again, because
+many sources gain much now and then and nothing in between. All sources divide `share` between them."""
 LOOK = 12
-"""steps in which each of several sources is looked at first"""
+"""steps for which the guard looks at each of several sources first"""
 LEARNED = 100
-"""steps after which one that learns is looked at once more, unless it leads"""
+"""steps after which the guard looks again at a source that learns, unless it leads"""
 ACCIDENT = 3.0
-"""times the usual time of a step, beyond which it says something of the machine and nothing of the source"""
+"""a bound on the time of a step, in usual times: a longer step tells of the machine, not of the source"""
 FADING = 0.98
-"""the factor of what a source gave and took, from one of its steps to the next"""
+"""the factor by which tokens and times fade from one step of a source to the next"""
 
 
 @dataclass
 class Account:
-    """What steps gave and took lately."""
+    """What recent steps gave and took; older steps fade."""
 
     steps: float = 0.0
     tokens: float = 0.0
     passes: float = 0.0
-    """plain steps that they took as long as"""
+    """the time of the steps, in plain steps"""
 
     def record(self, tokens: float, passes: float) -> None:
         self.steps = FADING * self.steps + 1
@@ -53,56 +54,57 @@ class Account:
 
     @property
     def speed(self) -> float:
-        """In plain decoding; 0 where nothing is known."""
+        """The speed as a multiple of plain decoding; 0 if nothing is known."""
         return self.tokens / self.passes if self.passes else 0.0
 
 
 @dataclass
 class Source:
-    """A source, in batches of one size."""
+    """A source, in batches of one bucket."""
 
     costs: PassCostModel
-    """what whole steps take, those with a draft of this source by the rows of their pass"""
+    """the times of whole steps: of plain ones, and of those this source drafted by the rows of their pass"""
     rest: Rest
     looks: int
-    """steps in which it is still to be looked at"""
+    """the number of steps for which the guard still looks at this source"""
     again: int = 0
-    """steps after which it is to be looked at once more; 0 if that is over or not to be"""
+    """the number of steps until the guard looks at it again; 0 if that is done or not wanted"""
     account: Account = field(default_factory=Account)
 
     def elsewhere(self, size: int) -> Source:
-        """What is known of it, for batches of another size."""
+        """The same source to begin with in batches of another size."""
         costs, rest = self.costs.for_batch(size), self.rest.elsewhere()
         return Source(costs, rest, self.looks, self.again, replace(self.account))
 
     def look_again(self) -> None:
-        """What it gave when it knew little says nothing of it."""
+        """Forget what the source gave before it had learned, and look at it once more."""
         self.looks, self.account = LOOK, Account()
         self.rest.come_forward()
 
 
 class Race:
-    """Several sources, or one, in batches of one size."""
+    """Chooses among several sources, or one, in batches of one bucket."""
 
     def __init__(self, sources: Sequence[Source], leader: int = PLAIN) -> None:
         self.sources, self.leader = sources, leader
         self._tried = PLAIN
-        """the source whose trial it is"""
+        """the source that is on trial"""
         self._begun = False
-        """whether all of them were looked at"""
+        """whether the guard has looked at all sources"""
         self._latest = sources[0].costs
-        """of the source that drafted last: they know the pace of the machine best"""
+        """the costs that were updated last: they know the present pace of the machine"""
 
     def elsewhere(self, size: int) -> Race:
         return Race([source.elsewhere(size) for source in self.sources], self.leader)
 
     def choose(self) -> int:
-        """For the next step: the source whose trial is due or goes on, or else the leader."""
+        """The source for the next step: one whose trial is due or goes on, else the leader."""
         for number, source in enumerate(self.sources):
             if source.again == 1 and number != self.leader:
                 source.look_again()
             source.again = max(0, source.again - 1)
-        due = [number for number, source in enumerate(self.sources) if not source.rest.resting()]
+            source.rest.advance()
+        due = [number for number, source in enumerate(self.sources) if not source.rest.is_resting]
         if self._tried not in due:
             others = [number for number in due if number != self.leader]
             self._tried = max(others, key=lambda number: self.sources[number].looks, default=PLAIN)
@@ -111,23 +113,23 @@ class Race:
         return chosen if known else PLAIN  # once in a while a plain step must be timed
 
     def rival(self, number: int) -> float:
-        """The speed by which a source is judged, in plain decoding."""
+        """The speed that a source must exceed, as a multiple of plain decoding."""
         led = self.leader not in (PLAIN, number)
         return max(1.0, self.sources[self.leader].account.speed) if led else 1.0
 
-    def at_present_pace(self, source: Source) -> PassCostModel:
-        """Its costs, whoever drafted meanwhile."""
+    def catch_up_with_pace(self, source: Source) -> PassCostModel:
+        """The costs of a source, brought to the present pace: it may have drafted nothing for a while."""
         if source.costs is not self._latest:
             source.costs.keep_pace(self._latest)
         self._latest = source.costs
         return source.costs
 
     def record_plain(self, seconds: float) -> None:
-        for costs in [self.at_present_pace(source) for source in self.sources]:
+        for costs in [self.catch_up_with_pace(source) for source in self.sources]:
             costs.record(1, seconds)
 
     def record(self, number: int, tokens: float, passes: float) -> None:
-        """A step of a source gave so many tokens a text, and took as long as so many plain ones."""
+        """Count a step of a source, with its tokens a text and its time in plain steps."""
         source = self.sources[number]
         source.account.record(tokens, passes)
         lost = source.rest.record(tokens / self.rival(number), passes)
@@ -144,7 +146,8 @@ class Race:
             self._lead(number)
 
     def _looked(self, number: int) -> None:
-        """At one more of them; if it was the last, the race begins, unless it has begun before."""
+        """The guard has looked at this source. After the last first look, the fastest source becomes the leader, if it
+        beats plain decoding. After a second look, this source does, if it beats the present leader as well."""
         self._tried = PLAIN
         if any(source.looks for source in self.sources):
             return
@@ -157,7 +160,8 @@ class Race:
             self.sources[number].rest.stand_aside()
 
     def _lead(self, number: int) -> None:
-        """This source leads from now on. How fast it is will be known better before the others are judged by it."""
+        """Make this source the leader. The others wait, so that its speed is known well before they are compared with
+        it."""
         self.leader, self._tried = number, PLAIN
         for other, source in enumerate(self.sources):
             if other != number:
@@ -166,88 +170,100 @@ class Race:
                 source.rest.come_forward()
 
     def _fall(self) -> None:
-        """Plain decoding is faster than the leader, and maybe slower than one that was slower than the leader."""
+        """Depose the leader: plain decoding is faster. The next fastest source gets a trial, as it may still beat plain
+        decoding."""
         following = self._fastest([number for number in range(len(self.sources)) if number != self.leader])
         self.leader = PLAIN
         if following != PLAIN:
             self.sources[following].rest.come_forward()
 
     def _fastest(self, numbers: Sequence[int]) -> int:
-        """Of these, if it is clearly faster than plain decoding."""
+        """The fastest of these sources, if it is clearly faster than plain decoding."""
         best = max(numbers, key=lambda number: self.sources[number].account.speed, default=PLAIN)
         return best if best != PLAIN and self.sources[best].account.speed > WORTH else PLAIN
 
 
 class Guard:
-    """Chooses among sources, or lets the only one stand aside while its steps do not pay."""
+    """Chooses among sources, or lets a single source stand aside while its steps do not pay."""
 
     def __init__(
         self, target: TargetInfo | None = None, sources: Sequence[str] = ("drafter",), learning: Sequence[str] = ()
     ) -> None:
-        """Sources have names; those that are `learning` do so in every step, whoever drafts it. On the device of a
-        target the first passes of a size are not timed: they are recorded. On a host every tree counts at once, because
-        sizes are many and some are dear."""
+        """`sources` are names. Those in `learning` learn in every step, whichever source drafts it. On a device the
+        first passes of a size are not timed, because they are recorded then. On a host every pass counts at once,
+        because sizes are many and some are expensive."""
         self.sources, self._learning = tuple(sources), frozenset(learning)
         self._on_host = target is None or target.device.type == "cpu"
         self._terms = replace(TERMS, share=TERMS.share / len(self.sources))
         self._looks = LOOK if len(self.sources) > 1 else 0
         self._begun: set[int] = set()
-        """sizes of batches whose first plain step is made, which on a host says little of the others"""
+        """the buckets that have had their first plain step, which on a host says little of later ones"""
         self._races: dict[int, Race] = {}
-        """by the size of a batch"""
+        """bucket of the batch size -> race"""
         self._all = Account()
-        """of all drafted steps"""
+        """the account of all drafted steps"""
         self._rehearsal: deque[int] = deque()
-        """choices that are made in any case"""
+        """choices that were fixed in advance, for a warm-up"""
 
     def choose(self, batch: int) -> int:
-        """Which source drafts the next step of so many texts, or `PLAIN`; asked once for every step."""
+        """The source that drafts the next step of this many texts, or `PLAIN`. Call it once for every step."""
         return self._rehearsal.popleft() if self._rehearsal else self._of(batch).choose()
 
     def record(self, batch: int, source: int, rows: int, tokens: float, seconds: float, *, caught_up: bool) -> None:
-        """A step with passes over so many rows of each text gave so many tokens a text. `caught_up`: the source also
-        had to read what it had missed of a text."""
+        """Count a step with a pass over `rows` rows of each text, which gave `tokens` a text. `caught_up`: in this step
+        the source also read what it had missed of a text."""
         race = self._of(batch)
         if source == PLAIN:
-            size = fitting(batch, BATCHES)
-            if not self._on_host or size in self._begun:
-                race.record_plain(seconds)
-            self._begun.add(size)
+            self._record_plain(race, batch_size_class(batch), seconds)
             return
-        own, rival = race.sources[source], race.rival(source)
-        costs = race.at_present_pace(own)
-        settled, plain = costs.settled(rows), costs.knows_plain
+        own = race.sources[source]
+        costs = race.catch_up_with_pace(own)
+        # These are about earlier steps, so they are read before this one is recorded.
+        settled = costs.settled(rows)
+        comparable = settled and costs.knows_plain
         usual = costs.costs([rows])[0] if costs.knows(rows) else math.inf
-        if rows > 1 and not (caught_up and settled):
+        if rows > 1 and not (caught_up and settled):  # catching up is no cost of this size
             costs.record(rows, seconds)
-        if not settled or not plain:
+        if not comparable:
             return
-        passes = seconds / costs.plain_seconds
-        if caught_up and usual == math.inf:  # how much of it was reading will be seen
-            own.rest.invest(max(0.0, passes - tokens / rival))
+        timed = seconds / costs.plain_seconds
+        passes = self._without_reading(own.rest, timed, usual, tokens / race.rival(source)) if caught_up else timed
+        if passes is None:
             return
-        if caught_up and passes > usual:
-            own.rest.invest(passes - usual)
-            passes = usual
         passes = min(passes, ACCIDENT * usual)
         race.record(source, tokens, passes)
         self._all.record(tokens, passes)
 
+    def _record_plain(self, race: Race, size: int, seconds: float) -> None:
+        if not self._on_host or size in self._begun:
+            race.record_plain(seconds)
+        self._begun.add(size)
+
+    @staticmethod
+    def _without_reading(rest: Rest, passes: float, usual: float, earned: float) -> float | None:
+        """The time of a step that caught up, in plain steps and without the reading, which counts as an investment in
+        the text. None if the `usual` time of such a step is not known: then all beyond what it `earned` is invested."""
+        if usual == math.inf:
+            rest.invest(max(0.0, passes - earned))
+            return None
+        rest.invest(max(0.0, passes - usual))
+        return min(passes, usual)
+
     @property
     def speed(self) -> float | None:
-        """That of drafted steps, in plain decoding, as far as they were timed lately."""
+        """The speed of recent drafted steps, as a multiple of plain decoding; None if none was timed."""
         return self._all.speed or None
 
     def drafting(self, batch: int) -> list[int]:
-        """The sources that draft for so many texts, trials aside: the only one, the leader, or all while they are
-        looked at."""
+        """The sources that draft for this many texts, trials aside: a single source, the leader, and sources that the
+        guard still looks at."""
         race = self._of(batch)
         alone = len(self.sources) == 1
         return [number for number, one in enumerate(race.sources) if alone or one.looks or number == race.leader]
 
     def reasons(self, batch: int) -> list[str]:
-        """What sources gave for so many texts, and which one drafts because of that."""
-        race, size = self._of(batch), fitting(batch, BATCHES)
+        """Sentences for a user: what sources gave for this many texts, and which of them drafts because of that."""
+        race, size = self._of(batch), batch_size_class(batch)
         texts, found = f"For {size} text{'s' * (size > 1)}", []
         for number, (name, source) in enumerate(zip(self.sources, race.sources, strict=True)):
             account = source.account
@@ -263,14 +279,14 @@ class Guard:
         return found
 
     def forget(self) -> None:
-        """Begin with trials again: what was drafted so far says nothing of what is to come."""
+        """Begin with trials again, because earlier drafts say nothing of the texts to come. Known times are kept."""
         self._races = {size: self._race([one.costs for one in race.sources]) for size, race in self._races.items()}
         self._all = Account()
         self._rehearsal.clear()
 
     def rehearse(self, steps: int = 0) -> None:
-        """The same, after as many plain steps as a device needs to record them. If there are several sources, all of
-        them draft in the first so many `steps`."""
+        """Begin again as `forget` does, but first take as many plain steps as a device needs to record them. Several
+        sources then take turns, so that each has drafted before the first `steps` steps are over."""
         self.forget()
         self._rehearsal.extend([PLAIN] * (RECORDED + 1))
         count = len(self.sources)
@@ -278,18 +294,18 @@ class Guard:
             self._rehearsal.extend([number] * (max(0, steps - RECORDED - 1) // count))
 
     def _of(self, batch: int) -> Race:
-        size = fitting(batch, BATCHES)
+        size = batch_size_class(batch)
         if size not in self._races:
-            near = min(self._races, key=lambda other: abs(math.log(other / size)), default=None)
-            if near is not None:
-                self._races[size] = self._races[near].elsewhere(size)
+            nearest = nearest_size(self._races, size)
+            if nearest is not None:
+                self._races[size] = self._races[nearest].elsewhere(size)
             else:
                 first = PassCostModel(settling=0) if self._on_host else PassCostModel(RECORDED, DEVICE_SLOPE)
                 self._races[size] = self._race([first.for_batch(size) for _ in self.sources])
         return self._races[size]
 
     def _race(self, costs: Sequence[PassCostModel]) -> Race:
-        """One that begins, given what steps are known to take."""
+        """A race that begins, given the known times of steps for every source."""
         again = [LEARNED if self._looks and name in self._learning else 0 for name in self.sources]
         known = zip(costs, again, strict=True)
         return Race([Source(cost, Rest(self._terms), self._looks, later) for cost, later in known])

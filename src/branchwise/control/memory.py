@@ -1,7 +1,7 @@
-"""What passes cost, kept from one process to the next: the first request begins with what the last process knew.
+"""The costs of passes, kept from one process to the next: the first request begins with what the last process knew.
 
-A file of the cache holds it, by model, machine and versions. Whatever is wrong with a file, it counts as missing; and
-what a file says is a first guess, which the first passes confirm or correct.
+The cache has one file for every model, machine and set of versions. A damaged file counts as missing. The costs in a
+file are a first guess, which the first passes confirm or correct.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from branchwise.models.cache import cache_dir, workspace
 from branchwise.provenance import PACKAGE, device_name, source_digest, versions
 
 VERSION = 1
-"""of the files"""
+"""the version of the file format"""
 
 
 def remember_costs(target: TargetInfo) -> None:
-    """Begin with what was kept of such a target, and keep what is learned of this one when it goes."""
+    """Begin with the costs that were kept for such a target, and write what was learned when the target is freed."""
     path = path_of(target)
     for batch, state in _read(path).items():
         with suppress(KeyError, TypeError, ValueError, ArithmeticError):
@@ -36,7 +36,7 @@ def remember_costs(target: TargetInfo) -> None:
 
 
 def path_of(target: TargetInfo) -> Path:
-    """The file for targets like this one: all that would make its numbers stale is in its name."""
+    """The file for targets like this one. Its name is a digest of everything that would make its numbers stale."""
     about = [
         VERSION,
         target.fingerprint,
@@ -61,7 +61,8 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
 
 
 def _write(path: Path, models: dict[int, PassCostModel]) -> None:
-    """Other batches that the file knows stay in it. If it cannot be written, the next process learns anew."""
+    """Write what was learned, and keep other batch sizes that the file holds. If that fails, the next process learns
+    anew."""
     learned = {str(batch): model.state() for batch, model in list(models.items()) if model.knows(1)}
     if not learned:
         return

@@ -1,9 +1,10 @@
-"""How often what a source promises comes true, learned from verdicts.
+"""How often the promises of a source come true, learned from verdicts.
 
-A source says of each candidate how probable it is behind the one before it. What it says may be wrong: counts of a
-memory know nothing of the next text, and a head that was taught distributions is judged by single tokens. So promises
-are kept in bins by their size, each bin counts what was promised and what came, and a promise is worth what promises of
-its bin were worth. Counts fade slowly, so that they are steady, and at once where the last verdicts contradict them.
+A source says of each candidate how probable it is after its parent: that is its promise. A promise may be wrong: the
+counts of a memory know nothing of the next text, and a head that learned distributions is judged by single tokens. So
+promises are grouped into bins by their size. Each bin counts the tokens that were promised and those that came, and a
+promise is corrected by the ratio in its bin. Counts fade slowly, so that they are steady, but they are replaced at once
+if the last verdicts contradict them.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BINS = 10
-"""by powers of two: promises above 1/2, above 1/4, ..."""
+"""the number of bins, by powers of two: promises above 1/2, above 1/4, ..."""
 PRIOR = 2.0
-"""promised tokens that are taken to have come in each bin, before anything was seen"""
+"""the weight of the prior in each bin, in tokens: before any verdict, this many were promised and came"""
 LONG, SHORT = 120.0, 10.0
-"""promised tokens after which a count has faded to a third: the steady one, and that of the last verdicts"""
+"""promised tokens after which a count has faded to a third: the steady count, and the count of the last verdicts"""
 FAR = 3.0
-"""standard deviations by which the last verdicts contradict what is believed"""
+"""standard deviations from which on the last verdicts contradict the steady count"""
 FORGIVING = 0.01
-"""the share of a count that gives way to the prior with every verdict that says nothing of its bin"""
+"""the share of a count that the prior replaces with every verdict that has no promise in its bin"""
 
 
 class Kept(NamedTuple):
-    """What a verdict says of one candidate, whose parent it kept."""
+    """What a verdict says of one candidate whose parent is on the accepted path."""
 
     promise: float
     came: bool
 
 
 def what_came(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], last: int) -> dict[int, bool]:
-    """The candidates of which a verdict says something, whether or not they were drafted: those whose parent it kept;
-    and whether they came. `path` are the kept ones from the root on, and the token behind them is `last`."""
+    """For every candidate whose parent is on the accepted path, drafted or not: whether its token came. `path` is the
+    accepted path from the root on, and `last` the token after it."""
     follows = dict(zip(path, [*(tokens[node] for node in path[1:]), last], strict=True))
     return {node: tokens[node] == follows[above] for node, above in enumerate(parents) if above in follows}
 
 
 class Bin:
-    """Promises of about one size."""
+    """The counts for promises of about one size."""
 
     def __init__(self) -> None:
         self.promised = self.came = PRIOR
         self._lately_promised = self._lately_came = self._variance = 0.0
-        """of the last verdicts; the variance is that of what came of them, if what is believed is true"""
+        """the same counts for the last verdicts, and the variance of what came if the steady count is right"""
 
     def worth(self, promise: float) -> float:
         return min(1.0, promise * self.came / self.promised)
@@ -67,13 +68,13 @@ class Bin:
 
 
 class Trust:
-    """In the promises of one source."""
+    """Corrects the promises of one source."""
 
     def __init__(self) -> None:
         self._bins = [Bin() for _ in range(BINS)]
 
     def worth(self, promise: float) -> float:
-        """How probable a candidate is whose source says that it is so probable."""
+        """How probable a candidate is, given the probability that its source promises."""
         return self._bins[_bin(promise)].worth(promise)
 
     def record(self, verdict: Sequence[Kept]) -> None:

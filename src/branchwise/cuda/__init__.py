@@ -1,1 +1,1 @@
-"""CUDA graphs and kernels; the only folder that knows how a device is recorded."""
+"""CUDA graphs and Triton kernels; no other folder records graphs."""

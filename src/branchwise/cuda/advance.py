@@ -1,4 +1,4 @@
-"""What inputs of a pass take from the device: nodes that were drafted there, and how far verdicts have moved texts."""
+"""The inputs of a pass that are computed on the device: drafted nodes, and the lengths of texts after verdicts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from branchwise.verify import Verdicts
 def advance_inputs(
     inputs: PassInputs, batch: int, drafted: Tensor | None, laid: DeviceShape | None, after: Verdicts | None
 ) -> None:
-    """Without the host, bring the tokens (batch, nodes) and the shapes of so many trees that were `drafted` and `laid`
-    on the device, and move everything behind the verdicts that come before."""
+    """Complete the inputs of a pass over `batch` trees on the device, without the host: copy the tokens `drafted`
+    (batch, nodes) and the tree shapes `laid` there, and advance all texts past the previous verdicts `after`."""
     if drafted is None and after is None:
         return
     if have_kernels(inputs.tokens.device):
@@ -33,7 +33,8 @@ def advance_inputs(
 
 
 def bring_nodes(inputs: PassInputs, batch: int, drafted: Tensor, laid: DeviceShape | None) -> None:
-    """Write tokens but for the roots, which the host or a verdict knows, and depths and ancestors of laid trees."""
+    """Write all tokens but the roots, which come from the host or a verdict, and the depths and ancestors of trees that
+    were laid out on the device."""
     inputs.tokens[:batch, 1 : drafted.shape[1]] = drafted[:, 1:]
     if laid is not None:
         nodes, words = laid.ancestor_bits.shape[1:]
@@ -44,7 +45,7 @@ def bring_nodes(inputs: PassInputs, batch: int, drafted: Tensor, laid: DeviceSha
 
 
 def move_behind(inputs: PassInputs, batch: int, after: Verdicts) -> None:
-    """Move texts behind the nodes that verdicts kept; the token that follows each path is the new root."""
+    """Advance texts past the accepted nodes; the token after each accepted path is the new root."""
     kept = (after.paths[:batch] >= 0).sum(dim=1).to(inputs.lengths.dtype)
     inputs.lengths[:batch] += kept
     inputs.starts[:batch] += kept

@@ -1,4 +1,4 @@
-"""`cuda.advance` as one Triton kernel: as single operations it is a dozen launches, in every step.
+"""`cuda.advance` as one Triton kernel, because as torch operations it would be a dozen launches in every step.
 
 Without a CUDA device only tests import this file.
 """
@@ -17,13 +17,14 @@ from branchwise.cuda.inputs import PassInputs
 from branchwise.verify import Verdicts
 
 USUAL = 128
-"""nodes and steps of a program; more are for larger trees"""
+"""the usual block size of nodes and steps; larger trees have a larger one"""
 
 
 def advance(
     inputs: PassInputs, batch: int, drafted: Tensor | None, laid: DeviceShape | None, after: Verdicts | None
 ) -> None:
-    """What `cuda.advance.advance_inputs` says. What is not given has no columns, so that one program does for all."""
+    """Does what `cuda.advance.advance_inputs` says. Arguments that are None become tensors without columns, so that one
+    program serves all cases."""
     tokens, known = inputs.tokens, inputs.drafted
     brought = known[:, :0] if drafted is None else drafted
     depths = known[:, :0] if laid is None else laid.depths
@@ -81,7 +82,7 @@ def _advance(
         for word in range(laid_words):
             marks = tl.load(laid_bits + (text * laid_nodes + node) * laid_words + word, mask=laid, other=0)
             tl.store(ancestor_bits + line * words + word, marks, mask=laid)
-    tl.debug_barrier()  # all have read what is written here
+    tl.debug_barrier()  # every thread must have read before any writes
     tl.store(tokens + line, token, mask=inside)
     tl.store(positions + line, length + kept + depth, mask=inside)
     tl.store(lengths + text, length + kept)

@@ -1,4 +1,4 @@
-"""How each text of a batch chooses its tokens, as numbers at a fixed place of a device."""
+"""The sampling parameters of each text of a batch, at a fixed address on the device."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PARAMETERS = (
     "frequency_penalty",
     "counted",
 )
-"""of a text, in this order; `biased` is 1 where it has a bias, and `counted` is the row in which its tokens are
-counted, -1 where no penalty asks for them"""
+"""the parameters of a text, in this order. `biased` is 1 if it has a logit bias. `counted` is the row of the table in
+which its tokens are counted, -1 if no penalty needs them"""
 
 IN_PROMPT = 1 << 30
-"""the bit of a count that says that a token is in the prompt; those below say how often it is in the output"""
+"""the bit of a count that is set if a token is in the prompt; the bits below count its occurrences in the output"""
 
 
 class Choices:
-    """The sampling parameters of up to so many texts. Those of a step that has others than the last one are written
-    anew; all else is left as it lies, for kernels that were recorded with these places."""
+    """The sampling parameters of up to `most` texts. They are written again only if they differ from those of the last
+    step. The addresses never change, because recorded kernels hold them."""
 
     def __init__(self, most: int, vocabulary: int, device: torch.device) -> None:
         self._buffer = PinnedBuffer(most * len(PARAMETERS), device, torch.float32)
@@ -45,7 +45,7 @@ class Choices:
         self._counted: list[int] = []
 
     def bring(self, texts: Sequence[SequenceState]) -> None:
-        """Have the parameters of these texts on the device, in this order. A text that comes twice is padding."""
+        """Write the parameters of these texts to the device, in this order. A repeated text is padding."""
         sampling = [text.sampling for text in texts]
         known = self._known == sampling
         if known and max(self._counted) < 0:
@@ -54,7 +54,7 @@ class Choices:
         counted = [rows.get(text, -1) for text in texts]
         if known and self._counted == counted:
             return
-        self._known = []  # after an interrupt nothing counts as written
+        self._known = []  # if an interrupt comes below, everything is written again
         numbers = [
             (params.temperature, params.top_k, params.top_p, params.min_p, bool(params.logit_bias),
              params.repetition_penalty, params.presence_penalty, params.frequency_penalty, row)
@@ -72,22 +72,22 @@ class Choices:
 
 
 class TokenCounts:
-    """Which tokens are in each of up to so many texts, counted on a device: only new tokens go there.
+    """The counts of tokens in each of up to `most` texts, on the device: only new tokens are copied there.
 
-    A text keeps its row whoever joins or leaves beside it. Where there are no more rows, a new text takes that of the
-    text which was asked for longest ago.
+    A text keeps its row while other texts come and go. If all rows are taken, a new text takes the row of the least
+    recently used one.
     """
 
     def __init__(self, most: int, vocabulary: int, device: torch.device) -> None:
         self.table = torch.zeros(most, vocabulary, dtype=torch.int32, device=device)
         self._known: WeakKeyDictionary[SequenceState, tuple[int, int]] = WeakKeyDictionary()
-        """by text, the one asked for longest ago first: its row, and how many of its tokens are counted there"""
+        """text -> its row and the number of its tokens that are counted there, least recently used first"""
 
     def bring(self, texts: Sequence[SequenceState]) -> dict[SequenceState, int]:
-        """Count what is new in these texts; returns their rows."""
+        """Count the new tokens of these texts; returns their rows."""
         if not texts:
             return {}
-        # What is forgotten meanwhile is counted anew after an interrupt.
+        # These texts are removed meanwhile: if an interrupt comes below, they are counted from the start.
         known = {text: self._known.pop(text) for text in texts if text in self._known}
         spare = self._spare(len(texts) - len(known), [row for row, _ in known.values()])
         found: dict[SequenceState, tuple[int, int]] = {}
@@ -95,7 +95,7 @@ class TokenCounts:
         read, written = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for text in texts:
             row, counted = known[text] if text in known else (spare.pop(), 0)
-            if not text.prompt_length <= counted <= len(text.tokens):  # new, or cut back
+            if not text.prompt_length <= counted <= len(text.tokens):  # a new text, or one that was cut back
                 anew.append(row)
                 read.append(self._places(row, text.tokens[: text.prompt_length]))
                 counted = text.prompt_length
@@ -106,7 +106,7 @@ class TokenCounts:
         return {text: row for text, (row, _) in found.items()}
 
     def _spare(self, count: int, taken: Sequence[int]) -> list[int]:
-        """So many rows that are not taken, those of texts that are gone before others."""
+        """`count` rows that are not `taken`: first free ones, then those of the least recently used texts."""
         if not count:
             return []
         held = {row: text for text, (row, _) in self._known.items()}
@@ -121,7 +121,7 @@ class TokenCounts:
         return np.array(tokens, np.int64) + row * self.table.shape[1]
 
     def _count(self, anew: NDArray[np.int64], read: NDArray[np.int64], written: NDArray[np.int64]) -> None:
-        """Clear rows, then mark tokens of prompts and count those of outputs, in one copy to the device."""
+        """Clear the rows `anew`, mark tokens of prompts and count tokens of outputs, with one copy to the device."""
         numbers = torch.from_numpy(np.concatenate([anew, read, written])).to(self.table.device, non_blocking=True)
         rows, marked, counted = numbers.split([len(anew), len(read), len(written)])
         places = self.table.view(-1)

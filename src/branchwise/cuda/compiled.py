@@ -1,4 +1,4 @@
-"""Functions of tensors as the compiler likes them: traced, whatever Python they are written in, and fused."""
+"""Tracing functions of tensors and compiling them with torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from branchwise.errors import first_line
 
 
 def compiled_or_not(run: torch.fx.GraphModule, given: Sequence[Tensor | None], what: str) -> Any:
-    """A compiled program; where the compiler fails, the program as it is, which is slower and no less right. Compiled,
-    indices into tables are not checked: nobody reads beyond them, and uncompiled all are checked."""
+    """The compiled program; if the compiler fails, the program itself, which is slower but equally right. Compiled code
+    does not check indices into tables. They are always in range, and uncompiled code checks them all."""
     fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
     try:
         fused(*given)
@@ -33,9 +33,9 @@ def traced(program: Callable[..., Any], given: Sequence[Tensor | None]) -> torch
 
 
 def work_out_once(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Put numbers that whole rows depend on, all that are rounded from float64 to the rows' own type, into memory: what
-    is read by its strides has to be in it. The compiler would carry their formula into the loop over a row, and divide
-    in float64 for every token."""
+    """Force scalars of a row that are rounded from float64 to float32 into memory, by reading them with `as_strided`.
+    Otherwise the compiler would inline their formula into the loop over the row, and divide in float64 for every
+    token."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
         found, before = node.meta["val"], node.args[0].meta["val"]
         if (before.dtype, found.dtype) == (torch.float64, torch.float32):

@@ -1,4 +1,4 @@
-"""How often something was compiled, recorded or launched kernel by kernel: what a warm-up should leave nothing of."""
+"""Counters of compilations, recordings and eager launches: after a warm-up none of these should occur."""
 
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -16,24 +16,24 @@ _watching = False
 
 
 def count(kind: str, what: object = "") -> None:
-    """One more of a kind: something was "compiled", a graph was "recorded", or what has a graph otherwise ran "eager".
-    The log says what it was."""
+    """Count an event of a kind: "compiled", "recorded" (a graph), or "eager" (a function that normally has a graph ran
+    without). The log names `what` it was."""
     _counts[kind] += 1
     log.debug("%s: %s", kind, what)
 
 
 def counted() -> Counter[str]:
-    """All counts of this process."""
+    """A copy of all counts of this process."""
     return _counts.copy()
 
 
 def since(before: Counter[str]) -> frozenset[str]:
-    """What has happened since then."""
+    """The kinds of events that have occurred since the counts `before`."""
     return frozenset(_counts - before)
 
 
 def watch_triton() -> None:
-    """Count the kernels that Triton compiles, too: it does so when one meets arguments of a new kind."""
+    """Count the kernels that Triton compiles, too: it compiles one again for arguments of a new kind."""
     global _watching
     if _watching or find_spec("triton") is None:
         return

@@ -1,8 +1,8 @@
-"""What a head or a student has to learn from one row of logits, as Triton kernels: tens of thousands of logits are read
-a few times, and nothing in between is written.
+"""The losses of heads and students for one row of logits, and their gradients, as Triton kernels: they read the tens of
+thousands of logits a few times and write no intermediate results.
 
-The plain `judge` of `train.head.loss` and `judged` of `train.student.divergence` are the truth. Without a CUDA device
-only tests import this file, and run it in Triton's interpreter.
+The plain `judge` of `train.head.loss` and `judged` of `train.student.divergence` are the reference. Without a CUDA
+device only tests import this file, and run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -15,15 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 NOTHING = tl.constexpr(-1.0e30)
-"""the logit of no token; it is finite, so that differences are numbers"""
+"""the logit outside the vocabulary; it is finite, so that differences are numbers"""
 
 
 BLOCK = 4096
-"""logits that a program holds at a time"""
+"""the number of logits that a program holds at a time"""
 
 
 def judge(guess: Tensor, truth: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
-    """The losses (rows,) of logits (rows, tokens), which become the gradients of the weighted losses."""
+    """The losses (rows,) of the logits `guess` (rows, tokens), which are overwritten by the gradients of the weighted
+    losses."""
     rows, tokens = guess.shape
     losses = torch.empty(rows, device=guess.device)
     block = min(BLOCK, triton.next_power_of_2(tokens))
@@ -37,8 +38,8 @@ def _judge(guess, truth, wanted, weights, losses, tokens: tl.constexpr, block: t
     guess += row.to(tl.int64) * tokens
     truth += row.to(tl.int64) * tokens
     columns = tl.arange(0, block)
-    # Sums over all logits, relative to the highest so far: of both softmaxes, and of the truth times how far they are
-    # apart.
+    # Sums over all logits, relative to the highest so far: those of both softmaxes, and that of the truth times the
+    # difference of the logits.
     highest_g = tl.full((), NOTHING, tl.float32)
     highest_t = tl.full((), NOTHING, tl.float32)
     total_g, total_t, apart = 0.0, 0.0, 0.0
@@ -73,7 +74,7 @@ DIVERGENCES = ("fkl", "rkl", "js", "tv")
 
 
 def diverge(guess: Tensor, truth: Tensor, kind: str, temperature: float) -> tuple[Tensor, Tensor]:
-    """The divergence (rows,) of logits (rows, tokens), and its gradient by those of the student."""
+    """The divergence (rows,) of logits (rows, tokens), and its gradient with respect to the student's logits."""
     rows, tokens = guess.shape
     values, slopes = (
         torch.empty(rows, device=guess.device),
@@ -119,7 +120,7 @@ def _diverge(
         total_t = total_t * tl.exp(highest_t - higher_t) + tl.sum(tl.exp(t - higher_t), axis=0)
         highest_g, highest_t = higher_g, higher_t
     log_g, log_t = highest_g + tl.log(total_g), highest_t + tl.log(total_t)
-    # Then the divergence, and the mean of its gradient by q under q.
+    # Then the divergence, and the mean under q of its gradient with respect to q.
     value, mean = 0.0, 0.0
     for start in range(0, tokens, block):
         inside = start + columns < tokens

@@ -1,14 +1,15 @@
-"""The verdict of `match` in two Triton kernels: the target's own token behind every node of a batch of trees, and the
-walk down each tree while it holds the tokens that were drawn.
+"""The verdict of `match` in two Triton kernels: one draws the target's token after every node of a batch of trees, the
+other walks down each tree as long as it holds the drawn tokens.
 
-Each text has its own temperature, cuts, bias and penalties, which are values and not structure: one kernel serves all
-texts and all sizes, so that nothing is compiled or recorded anew for a text with other parameters. A program works on
-one row and never writes a distribution. The truth is `core.sampling.Warp` with `SeededChance.tokens`: the stages are in
-the same order, the noise is the same. Without a CUDA device only tests import this file.
+Each text has its own temperature, cuts, bias and penalties. They are values, not structure: one kernel serves all texts
+and sizes, so nothing is compiled or recorded again for a text with other parameters. A program works on one row and
+never writes a distribution. The reference is `core.sampling.Warp` with `SeededChance.tokens`, with the same stages in
+the same order and the same noise. Without a CUDA device only tests import this file.
 
-A cut by rank or by mass is a search for the least mass that is kept, over the whole row many times. Nearly always few
-tokens can be at stake: those are gathered first, and the search goes over them. For a cut by mass the likeliest few
-hundred are gathered, and if they have not as much mass together as is kept, all whose mass matters.
+Mass is the probability of a token relative to that of the best one. A cut by rank (top-k) or by mass (top-p) is a
+search for the least mass that is kept; over the whole row that takes many passes. Nearly always only few tokens can be
+cut or kept, so these are gathered first, and the search goes over them. For a cut by mass the likeliest few hundred are
+gathered; if their mass is less than what must be kept, all tokens with a mass that matters.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -31,20 +32,20 @@ BLOCK = tl.constexpr(rows.BLOCK)
 STREAM = tl.constexpr(rng.stream_of("verify", "token", 0))
 LEAST = tl.constexpr(COLDEST)
 TIMES = tl.constexpr(IN_PROMPT - 1)
-"""the bits of a count that say how often a token was written"""
+"""the bits of a count that hold the number of occurrences in the output"""
 ONE = tl.constexpr(0x3F800000)
-"""1.0 as float32, as an integer: numbers that are not negative rise with their bits"""
+"""the bits of 1.0 in float32: floats that are not negative have the same order as their bits"""
 ROOM = tl.constexpr(4096)
-"""tokens of a row that are gathered, if there are no more with a mass that matters"""
+"""the most tokens of a row that are gathered; if more have a mass that matters, the whole row is searched"""
 SIFTED, SIEVES = tl.constexpr(512), tl.constexpr(32)
-"""masses of those that are compared together, and with how many numbers"""
+"""how many gathered masses are compared together, and with how many thresholds"""
 SLIGHT = tl.constexpr(1e-6)
-"""the mass of a token, in that of the best one, below which tokens that are cut by rank are not gathered"""
+"""the mass below which tokens are not gathered for a cut by rank"""
 LIKELY, SPARE = tl.constexpr(1e-3), tl.constexpr(1e-3)
-"""in what a cut by mass takes: the mass of a token, in that of the best one, from which on it is gathered first; and by
-how much these must have more than is kept, because sums are rounded"""
+"""in units of 1 - top_p: the mass from which on a token is gathered first, and the margin by which the gathered mass
+must exceed what is kept, because sums are rounded"""
 FEW_ROWS = 132
-"""as many as an H200 has processors: each of so few rows has one to itself"""
+"""the number of multiprocessors of an H200: up to this many rows, each row has one to itself"""
 
 
 def judge(
@@ -58,8 +59,8 @@ def judge(
     *,
     with_tokens: bool = False,
 ) -> Tensor:
-    """The `rows` of `match`'s verdicts on a batch, with the tokens of the nodes if those are wanted; arguments as in
-    `draw_tokens`."""
+    """The `rows` of `match`'s verdicts on a batch, on request with the tokens of the accepted nodes; the other
+    arguments are those of `draw_tokens`."""
     batch, nodes = tokens.shape
     drawn = draw_tokens(logits, tokens, parents, depths, seeds, roots, choices)
     rows = torch.empty(batch, 2 * nodes + 1 if with_tokens else nodes + 1, dtype=torch.int64, device=logits.device)
@@ -73,17 +74,18 @@ def judge(
 def draw_tokens(
     logits: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, seeds: Tensor, roots: Tensor, choices: Choices
 ) -> Tensor:
-    """(batch, nodes) int64: the token that each text draws behind each node, the best one at temperature 0.
+    """(batch, nodes) int64: the token that each text draws after each node, the best one at temperature 0.
 
     `logits` (batch, nodes, vocabulary) of the unwarped model; `tokens`, `parents` and `depths` (batch, nodes) of the
-    nodes, depth 0 for padding, for which nothing is drawn; `seeds` and `roots` (batch,) are those of a `SeededChance`.
+    nodes, with depth 0 for padding, after which nothing is drawn; `seeds` and `roots` (batch,) are those of a
+    `SeededChance`.
     """
     batch, nodes, vocabulary = logits.shape
     assert logits.stride(2) == 1, "a row of logits must lie in one piece"
     assert choices.bias.shape[1] == vocabulary, "choices are made for one vocabulary"
     found = torch.zeros(batch, nodes, dtype=torch.int64, device=logits.device)
     room = torch.empty(batch * nodes, ROOM.value, device=logits.device)
-    # Blocks that are read together; so many registers let a processor work on two rows of many at a time.
+    # Blocks that are read together; with 128 registers a thread, a multiprocessor works on two of many rows at a time.
     at_once, warps, registers = (32, 16, 128) if batch * nodes <= FEW_ROWS else (16, 8, 128)
     _draw[(batch * nodes,)](
         logits, tokens, parents, depths, seeds, roots,
@@ -95,23 +97,23 @@ def draw_tokens(
 
 
 class Row(NamedTuple):
-    """The logits behind one node, and what is done to them before they are tempered. Some are places in memory."""
+    """The logits after one node, and the adjustments to them before the temperature. Some fields are pointers."""
 
     logits: Any
     vocabulary: Any
     bias: Any
     biased: Any
     counts: Any
-    """of the text, to be read where it has a penalty"""
+    """the token counts of the text, which are read if it has a penalty"""
     tokens: Any
-    """of the tree"""
+    """the tokens of the tree"""
     parents: Any
     node: Any
     repetition: Any
     presence: Any
     frequency: Any
     room: Any
-    """for the masses of the tokens that a cut has to choose from"""
+    """scratch space for the masses of gathered tokens"""
 
 
 @triton.jit(
@@ -135,8 +137,8 @@ def _draw(
         )  # fmt: skip
         position = tl.load(roots + text) + depth + 1
         key = mix(mix(mix(tl.load(seeds + text)) + STREAM) + position * GAMMA)
-        # Two ways through the same code, so that texts without a penalty pay nothing for those that have one: these
-        # have more to hold of every token, and read fewer blocks together.
+        # Two specialisations of the same code, so that texts without a penalty do not pay for those that have one:
+        # these hold more of every token, so they read fewer blocks together.
         if counted < 0:
             tl.store(found + text * nodes + node, _token(row, own, key, False, at_once))
         else:
@@ -145,7 +147,7 @@ def _draw(
 
 @triton.jit
 def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
-    """What a text with its `own` parameters draws from a row."""
+    """The token that a text with the parameters `own` draws from a row."""
     temperature, most, top_p, min_p = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
     best, token = _best(row, penalised, at_once)
     if temperature > 0:
@@ -158,8 +160,8 @@ def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
             count, total = _gather(row, cold, high, likely, penalised, at_once)
             enough = (_gathered_mass(row, count) >= (top_p + (1 - top_p) * SPARE) * total) | (most > 0)
             if (top_p < 1) & ((count < most) | (enough == 0)):
-                # Tokens with less mass than that have together at most half of what a cut by mass takes from the row.
-                # From what a cut by rank leaves it takes less, but that holds the best token, which has 1.
+                # Tokens with less mass have together at most half of what a cut by mass removes from the row. After a
+                # cut by rank it removes less, but at least 1 - top_p times the mass of the best token, which is 1.
                 whole = tl.where(most > 0, 1.0, total)
                 least = (1 - top_p) * whole / (2 * row.vocabulary)
                 count, total = _gather(row, cold, high, least, penalised, at_once)
@@ -173,8 +175,8 @@ def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
 
 @triton.jit
 def _adjusted(row, start, names, penalised: tl.constexpr):
-    """Logits of tokens, whose names begin at `start`, with the penalties and the bias of the text; -inf beyond the
-    vocabulary."""
+    """The logits of the tokens `names`, which begin at `start`, with the penalties and the bias of the text; -inf
+    outside the vocabulary."""
     inside = names < row.vocabulary
     value = tl.load(row.logits + names, mask=inside, other=float("-inf")).to(tl.float32)
     if penalised:
@@ -184,7 +186,7 @@ def _adjusted(row, start, names, penalised: tl.constexpr):
 
 @triton.jit
 def _penalised(row, value, seen):
-    """Logits of tokens by what was seen of them before."""
+    """Logits with the penalties for tokens that were `seen` before."""
     damped = tl.where(value > 0, tl.div_rn(value, row.repetition), value * row.repetition)
     value = tl.where(seen > 0, damped, value)
     times = (seen & TIMES).to(tl.float32)
@@ -193,12 +195,12 @@ def _penalised(row, value, seen):
 
 @triton.jit
 def _seen(row, start, names):
-    """The counts of tokens in the text, and on the path to the node as if it were written already."""
+    """The counts of tokens in the text, including the path to the node as if it were emitted already."""
     seen = tl.load(row.counts + names, mask=names < row.vocabulary, other=0)
     node = row.node
     while node > 0:  # the root is in the text
         token = tl.load(row.tokens + node)
-        if (token >= start) & (token < start + names.numel):  # of a path few are
+        if (token >= start) & (token < start + names.numel):  # true of few tokens of a path
             seen += tl.where(names == token.to(names.dtype), 1, 0)
         node = tl.load(row.parents + node)
     return seen
@@ -206,7 +208,7 @@ def _seen(row, start, names):
 
 @triton.jit
 def _chunk(start, at_once: tl.constexpr):
-    """(blocks, tokens): the names of the tokens of a few blocks."""
+    """(blocks, tokens): the ids of the tokens of a few blocks."""
     return start + tl.arange(0, at_once)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
@@ -227,14 +229,14 @@ def _best(row, penalised: tl.constexpr, at_once: tl.constexpr):
 
 @triton.jit
 def _masses(row, start, names, cold, high, floor, penalised: tl.constexpr):
-    """Of tokens, as a share of the best one's; 0 where a cut has taken them."""
+    """The masses of tokens, relative to that of the best one; 0 for tokens that a cut has removed."""
     value = tl.exp(_adjusted(row, start, names, penalised) / cold - high)
     return tl.where(value >= floor, value, 0.0)
 
 
 @triton.jit
 def _gather(row, cold, high, least, penalised: tl.constexpr, at_once: tl.constexpr):
-    """Write masses from the least one on that matters into the room of the row, as far as they fit; returns how many
+    """Write all masses of at least `least` into the scratch space of the row, as far as they fit. Returns how many
     there are, and the mass of the whole row."""
     count = tl.full((), 0, tl.int32)
     total = tl.zeros((at_once, BLOCK), tl.float32)
@@ -255,7 +257,8 @@ def _floor(
     row, count, total, cold, high, most, top_p,
     penalised: tl.constexpr, gathered: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
-    """The least mass that the cuts by rank and by mass keep, of the row or of so many masses that were gathered."""
+    """The least mass that the cuts by rank and by mass keep, found among the `count` gathered masses if `gathered`,
+    else in the whole row."""
     floor = 0.0
     if most > 0:
         if gathered:
@@ -281,7 +284,7 @@ def _floor(
 
 @triton.jit
 def _gathered(row, count, start, floor):
-    """A few of the masses that were gathered; 0 where a cut has taken them."""
+    """A few of the gathered masses; 0 for tokens that a cut has removed."""
     names = start + tl.arange(0, SIFTED)
     mass = tl.load(row.room + names, mask=names < count, other=0.0)
     return tl.where(mass >= floor, mass, 0.0)
@@ -289,7 +292,7 @@ def _gathered(row, count, start, floor):
 
 @triton.jit
 def _gathered_mass(row, count):
-    """Of all masses that were gathered; 0 where they were too many to be."""
+    """The sum of all gathered masses; 0 if they did not fit."""
     total = tl.zeros((), tl.float32)
     if count <= ROOM:
         for start in range(0, count, SIFTED):
@@ -299,8 +302,8 @@ def _gathered_mass(row, count):
 
 @triton.jit
 def _sift(row, count, floor, goal, weighed: tl.constexpr):
-    """What `_search` finds, of the masses that were gathered. They are few, and a round takes as long as a sum over all
-    threads does: so rounds compare with many numbers at a time."""
+    """The result of `_search`, over the gathered masses. These are few, so the sum over all threads dominates a round:
+    therefore a round compares with many thresholds at a time."""
     low, beyond = tl.full((), 0, tl.int32), tl.full((), ONE + 1, tl.int32)
     while beyond - low > 1:
         part = (beyond - low + SIEVES) // (SIEVES + 1)
@@ -311,7 +314,7 @@ def _sift(row, count, floor, goal, weighed: tl.constexpr):
             bits = mass.to(tl.int32, bitcast=True)
             counted = mass if weighed else tl.full((SIFTED,), 1.0, tl.float32)
             over += tl.sum(tl.where(bits[:, None] >= edges[None, :], counted[:, None], 0.0), 0)
-        reached = tl.sum((over >= goal).to(tl.int32), 0)  # the first so many
+        reached = tl.sum((over >= goal).to(tl.int32), 0)  # the thresholds at which the goal is reached: the first ones
         low, beyond = low + part * reached, tl.minimum(beyond, low + part * (reached + 1))
     return low.to(tl.float32, bitcast=True)
 
@@ -320,8 +323,8 @@ def _sift(row, count, floor, goal, weighed: tl.constexpr):
 def _search(
     row, cold, high, floor, goal, weighed: tl.constexpr, penalised: tl.constexpr, at_once: tl.constexpr
 ):  # fmt: skip
-    """The largest number of which it is true that the tokens with at least this mass are as many as the goal, or if
-    they are `weighed` have as much mass together. Found by a search among all floats up to 1, four parts at a time."""
+    """The largest threshold such that the number of tokens with at least this mass reaches the goal, or, if `weighed`,
+    their total mass does. It is found by a search among all floats up to 1, by four parts in each round."""
     low, beyond = tl.full((), 0, tl.int32), tl.full((), ONE + 1, tl.int32)
     while beyond - low > 1:
         part = (beyond - low + 3) // 4
@@ -349,7 +352,7 @@ def _search(
 
 @triton.jit
 def _raced(row, cold, high, floor, key, penalised: tl.constexpr, at_once: tl.constexpr):
-    """The token that wins the race: blocks of tokens race first, then those of the winner."""
+    """The sampled token: the winner of a race, first among blocks, then among the tokens of the winning block."""
     soonest = tl.full((at_once,), float("inf"), tl.float64)
     block = tl.zeros((at_once,), tl.int64)
     for start in range(0, row.vocabulary, at_once * BLOCK):
@@ -370,7 +373,8 @@ def _walk(
     drawn, tokens, parents, rows, nodes, stride_tokens, stride_parents, stride_rows,
     most: tl.constexpr, with_tokens: tl.constexpr,
 ):  # fmt: skip
-    """From the root to the child that holds the token drawn behind its parent, as long as there is one."""
+    """Walk from the root to the child with the token that was drawn after its parent, as long as such a child
+    exists."""
     text = tl.program_id(0).to(tl.int64)
     drawn, rows = drawn + text * nodes, rows + text * stride_rows
     names = tl.arange(0, most)

@@ -1,8 +1,8 @@
-"""Passes of a model, and other functions of tensors, as CUDA graphs; the only place that knows how they are recorded.
+"""Passes of a model, and other functions of tensors, as CUDA graphs.
 
-A pass over a few nodes is hundreds of small kernels, and launching them one by one takes the host many times as long
-as the device takes to run them. All that differs from pass to pass lies in `PassInputs` at a fixed place, so a pass is
-recorded once for every size of them, when that size is first wanted, and replayed from then on with one launch.
+A pass over a few nodes is hundreds of small kernels, and launching them one by one takes the host many times as long as
+the device takes to run them. All that differs from pass to pass lies in `PassInputs` at fixed addresses. So a pass is
+recorded once for every size, when that size is first needed, and after that replayed with one launch.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.errors import first_line
 from branchwise.progress import showing
 
-MOST = 48  # graphs of a target, or of a function, that are kept, those used last; each holds what it finds
-MOST_SEEN = 1024  # addresses that are remembered until they come again
-WARMUPS = 2  # passes before a recording, in which libraries choose and compile their kernels
+MOST = 48  # graphs that a target or a function keeps, the most recently used; each holds memory for its outputs
+MOST_SEEN = 1024  # keys of calls that are remembered until they come a second time
+WARMUPS = 2  # runs before a recording, in which libraries choose and compile their kernels
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_turn = threading.Lock()  # the device records for one thread at a time
+_turn = threading.Lock()  # only one thread records at a time
 
 
 class Pool:
-    """The memory of graphs that never run at the same time: those of one target, or those of one verifier."""
+    """The memory pool of graphs that never run at the same time: those of one target, or those of one verifier."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._keeper: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, so a small one stays
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph of a function, and what it returns: where the graph will write. The graph reads what the function
-        read, so whatever holds those tensors has to be kept."""
+        """The graph of a function, and the tensors that the function returns, to which every replay writes. The graph
+        reads the same addresses as the function, so the caller must keep those tensors alive."""
         with _turn, on(self._device), nothing_collected():
             here, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(here)
@@ -71,8 +71,8 @@ class Pool:
                     found = run()
                 count("recorded", run)
             except BaseException:
-                self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
-                torch.cuda.set_stream(here)  # where it broke off at its end, torch stays on the stream it recorded
+                self._keeper = None  # torch allocates nothing more from the pool of a failed recording
+                torch.cuda.set_stream(here)  # if it failed at its end, torch is still on the recording stream
                 raise
             return graph, found
 
@@ -81,17 +81,17 @@ _recorders: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _recorder(here: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The stream on which a device is recorded, and nothing else runs: products keep a scratch space for every stream.
-    torch's own is one for all devices, that of the first which ever recorded."""
+    """The stream on which a device is recorded. Nothing else runs on it, because matrix products keep a scratch space
+    for every stream. torch's default recording stream belongs to the first device that ever recorded."""
     if here.device not in _recorders:
-        # Streams are dealt out from a few; of those with this priority nobody else here takes one.
+        # torch hands out streams from a small pool; no other code here uses this priority.
         _recorders[here.device] = torch.cuda.Stream(here.device, priority=-1)
     return _recorders[here.device]
 
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Without the garbage collector: a graph that ends while another is recorded breaks the recording."""
+    """Disable the garbage collector meanwhile: if it frees a graph during a recording, the recording fails."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -103,7 +103,7 @@ def nothing_collected() -> Iterator[None]:
 
 @contextmanager
 def restored(*tensors: Tensor) -> Iterator[None]:
-    """Undo what is written to these tensors meanwhile: a recording calls its function several times."""
+    """Undo writes to these tensors inside the context: a recording calls its function several times."""
     before = [tensor.clone() for tensor in tensors]
     try:
         yield
@@ -119,7 +119,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def have_kernels(device: torch.device) -> bool:
-    """Whether there are kernels of our own for it: on CUDA, from Ampere on, with Triton to make them."""
+    """Whether our own kernels run on a device: CUDA from Ampere on, with Triton installed."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -130,7 +130,7 @@ _at_first_sight = False
 
 @contextmanager
 def recording_at_first_sight() -> Iterator[None]:
-    """Meanwhile functions are recorded when they are first called: what a warm-up meets once may come again."""
+    """Record functions at their first call inside this context: what occurs once in a warm-up may occur again."""
     global _at_first_sight
     before, _at_first_sight = _at_first_sight, True
     try:
@@ -144,9 +144,9 @@ def at_first_sight() -> bool:
 
 
 class GraphedFunction(Generic[T]):
-    """A function of tensors on a device, recorded for the places it reads from, and replayed from then on. The caller
-    writes new values to the same places; what it returns is overwritten by the next call with them. On the host, and
-    where nothing can be recorded, it is the function itself."""
+    """A function of tensors on a device, recorded for the addresses that it reads, and replayed after that. The caller
+    writes new values to the same tensors; the next call with them overwrites the output. On the host, or if recording
+    fails, it is the function itself."""
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class GraphedFunction(Generic[T]):
         capture: bool = True,
         **options: Any,
     ) -> None:
-        """`own` are tensors that come before all others, always the same. Recording calls the function, which must
-        leave no trace: if it `writes` to its own tensors, these are restored, and `still` keeps the places it is called
-        with from having any effect meanwhile. `capture` may forbid to record."""
+        """`own` are constant first arguments. Recording calls the function several times and must leave no trace: if
+        the function `writes` to its own tensors, these are restored, and `still` is a context in which its other
+        arguments have no effect. `capture`: whether recording is allowed."""
         self._function = function
         self._device = device
         self._own = own
@@ -176,7 +176,7 @@ class GraphedFunction(Generic[T]):
     def __call__(self, *places: Tensor) -> T:
         if not self.captures:
             return self._run(*places)
-        # A graph knows addresses. It is right for whatever tensor lies there in the same shape, so none is kept.
+        # A graph reads addresses. It is right for any tensor there of the same shape, so no tensor is kept alive.
         key = tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
         with on(self._device):
             if key not in self._recorded and not self._record(key, places):
@@ -188,7 +188,8 @@ class GraphedFunction(Generic[T]):
             return found
 
     def _record(self, key: Any, places: Sequence[Tensor]) -> bool:
-        """Record it if values came to these places before; False where that cannot be, or has no room now."""
+        """Record the function if it was called with these tensors before. False if it is not recorded: at the first
+        call, for lack of memory, or because it cannot be."""
         if key not in self._seen and not at_first_sight():
             if len(self._seen) > MOST_SEEN:
                 self._seen.clear()
@@ -213,24 +214,24 @@ class GraphedFunction(Generic[T]):
 
 
 class PaddedGraphedFunction:
-    """A function of rows over a vocabulary, for what drafting does on a device between two passes of a model.
+    """A recorded function of rows over a vocabulary, for drafting on a device between two passes of a model.
 
-    A recording reads from fixed places, so rows (rows, …) are copied to these first. They have a few sizes, so that
-    there are few recordings. On the host it is the function itself.
+    A recording reads fixed addresses, so inputs (rows, …) are copied there first, padded to a few sizes, so that few
+    recordings are needed. On the host it is the function itself.
     """
 
     def __init__(self, function: Callable[..., Tensor], device: torch.device, *, capture: bool = True) -> None:
         self._device = device
         self._replay = GraphedFunction(function, device, capture=capture)
         self._places: dict[Any, list[Tensor]] = {}
-        self.fixed = device.type != "cpu"  # whether inputs are brought to fixed places
+        self.fixed = device.type != "cpu"  # whether inputs are copied to fixed addresses
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """What the function finds, to be read or copied before the next call overwrites it. On a device every input is
-        filled up with rows that mean nothing, and so is what is found."""
+        """The output of the function, to be read or copied before the next call overwrites it. On a device inputs and
+        output are padded with meaningless rows."""
         if not self.fixed:
             return self._replay(*inputs)
-        with torch.inference_mode():  # what comes from a pass of a model may only be touched so
+        with torch.inference_mode():  # outputs of a model's pass may be inference tensors
             return self._replay(*self._brought(inputs))
 
     def _brought(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -246,7 +247,8 @@ class PaddedGraphedFunction:
 
 @dataclass(eq=False)
 class Recorded:
-    """Inputs of a pass, the graph that reads them, once there is one, and where it writes."""
+    """The inputs of a pass, the graph that reads them, and its output. Graph and output are None before the
+    recording."""
 
     inputs: PassInputs
     graph: torch.cuda.CUDAGraph | None = None
@@ -266,15 +268,15 @@ class Graphs:
             watch_triton()
 
     def forget(self) -> None:
-        """Drop what is recorded; sizes are recorded again when they are wanted."""
+        """Drop all recordings; sizes are recorded again when they are needed."""
         self._ready.clear()
 
     def knows(self, size: Size) -> bool:
-        """Whether a pass of this size is recorded, or never will be."""
+        """Whether a pass of this size needs no recording: it is recorded, or nothing is."""
         return not self.captures or (size in self._ready and self._ready[size].graph is not None)
 
     def ready(self, size: Size) -> Recorded:
-        """Inputs of this size, to be filled and passed over."""
+        """The inputs of this size, for the caller to fill and to give to `run`."""
         if size in self._ready:
             self._ready.move_to_end(size)
         else:
@@ -284,7 +286,8 @@ class Graphs:
         return self._ready[size]
 
     def run(self, recorded: Recorded, run: Callable[[PassInputs], Scored]) -> Scored:
-        """What the pass `run` over filled inputs finds, padding included. The next pass of this size overwrites it."""
+        """The output of the pass `run` over filled inputs, padding included. The next pass of this size overwrites
+        it."""
         with on(self._device):
             if recorded.graph is None and self.captures:
                 self._record(recorded, run)
@@ -295,7 +298,7 @@ class Graphs:
             return recorded.found
 
     def _record(self, recorded: Recorded, run: Callable[[PassInputs], Scored]) -> None:
-        """Record the pass over filled inputs; a model that cannot be recorded is not tried again."""
+        """Record the pass over filled inputs. If a model cannot be recorded, none of its passes is tried again."""
         size = recorded.inputs.size
         try:
             with showing() as progress:
@@ -310,18 +313,18 @@ class Graphs:
 
 @dataclass(eq=False)
 class InflightPass:
-    """A pass enqueued before the previous verdict reaches the host: its sequences and trees, and where it writes.
+    """A pass enqueued before the previous verdict reaches the host: its sequences and trees, and its output.
 
-    A verdict is in device memory a while before the host has read it. If a drafter knows its next trees by then, all
-    that a pass over them still lacks is how long each text has become and which token it ends with, and the device
-    knows both. The pass counts for nothing until the verdict is committed, and only for these sequences and trees.
+    A verdict is in device memory some time before the host has read it. If the next trees are known by then, the pass
+    over them needs only the new length and the last token of each text, and the device knows both. The pass has no
+    result until the verdict is committed, and only for these sequences and trees.
     """
 
     sequences: tuple[SequenceState, ...]
     batch: TreeBatch
     scored: Scored
     intact: Callable[[], bool]  # whether no other pass has overwritten the results and no slot has moved since
-    committed: bool = False  # whether the verdict in front of it was committed
+    committed: bool = False  # whether the previous verdict was committed
 
     def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
         if not (self.committed and self.intact() and self._serves(sequences, batch)):
@@ -334,5 +337,5 @@ class InflightPass:
         mine, theirs = self.batch.trees, batch.trees
         if self.sequences != tuple(sequences) or (self.batch.nodes, len(mine)) != (batch.nodes, len(theirs)):
             return False
-        # Any bare root serves for another one: the device knows which token it is.
+        # Any two bare roots are interchangeable: the device knows which token the root is.
         return all(one is other or len(one) == len(other) == 1 for one, other in zip(mine, theirs, strict=True))

@@ -1,8 +1,8 @@
 """Inputs of a forward pass, packed for one host-to-device copy.
 
-A CUDA graph reads from fixed addresses, so packed inputs have a size, and the trees of a step fill part of it. The rest
-is padding: a tree without a slot writes nothing and reads nothing, a node without ancestor bits attends to the prefix
-at most, and nobody reads what is found for either.
+A CUDA graph reads fixed addresses, so packed inputs have a fixed size, and the trees of a step fill part of it. The
+rest is padding: a tree without a slot writes nothing and reads nothing, a node without ancestor bits attends to the
+prefix at most, and the outputs for both are ignored.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Size(NamedTuple):
 
     batch: int
     nodes: int
-    words: int  # of 32 cache rows of the trees, those included that earlier passes wrote
+    words: int  # of 32 bits, one for each cache row of a tree, rows of earlier passes included
 
 
 class PinnedBuffer:
-    """Numbers that are written in pinned host memory and copied to a fixed place of the device."""
+    """Numbers that are written in pinned host memory and copied to a fixed address on the device."""
 
     def __init__(self, count: int, device: torch.device, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
         cuda = device.type == "cuda"
@@ -44,13 +44,13 @@ class PinnedBuffer:
 
     @property
     def host(self) -> NDArray[Any]:
-        """The numbers on the host, to be written anew; the copy before has arrived."""
+        """The numbers on the host, to be overwritten. Waits until the previous copy has arrived."""
         if self._copied is not None:
-            self._copied.synchronize()  # long over, unless nobody read what came of it
+            self._copied.synchronize()  # usually long over, because its results have been read since
         return self._array
 
     def copy(self) -> Tensor:
-        """Start the copy; returns its place on the device."""
+        """Start the copy; returns the tensor on the device."""
         try:
             self.device_copy.copy_(self._pinned, non_blocking=True)
         finally:  # an interrupt must not let numbers be overwritten that are still being copied
@@ -61,7 +61,7 @@ class PinnedBuffer:
 
 @dataclass(eq=False)
 class PassTensors:
-    """What one pass reads on the device, int32 each, and how its layers write and attend."""
+    """The tensors that one pass reads on the device, int32 each, and how its layers write rows and attend."""
 
     tokens: Tensor  # (batch, nodes)
     positions: Tensor  # (batch, nodes)
@@ -69,8 +69,8 @@ class PassTensors:
     slots: Tensor  # (batch,): -1 for a tree without a sequence
     lengths: Tensor  # (batch,): rows of the text, which all nodes see
     starts: Tensor  # (batch,): the row that the first of these nodes is written to
-    key_depths: Tensor  # (batch, columns): of the rows behind those of the text
-    ancestor_bits: Tensor  # (batch, nodes, words): which of these rows each node sees
+    key_depths: Tensor  # (batch, columns): depths of the tree's rows, which follow those of the text
+    ancestor_bits: Tensor  # (batch, nodes, words): which of the tree's rows each node sees
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         from branchwise.cuda import kernels  # needs Triton
@@ -82,7 +82,7 @@ class PassTensors:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
     ) -> Tensor:
-        """(batch, nodes, heads, width), in the dtype of the cache inside and of the query outside."""
+        """(batch, nodes, heads, width): computed in the dtype of the cache, returned in the dtype of the query."""
         from branchwise.cuda import kernels
 
         found = kernels.tree_attention(
@@ -115,7 +115,7 @@ class PassInputs(PassTensors):
         self.tokens, self.positions, self.depths, self.slots, self.lengths, self.starts, *trees = views
         self.key_depths, self.ancestor_bits = trees
         self.drafted = torch.zeros(batch, nodes, dtype=torch.long, device=device)
-        """tokens as verifiers read them, where they were drafted on the device"""
+        """(batch, nodes) int64: the tokens for verifiers, if they were drafted on the device"""
 
     def fill(
         self,
@@ -130,17 +130,17 @@ class PassInputs(PassTensors):
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
     ) -> None:
-        """Pack the slots and lengths of the sequences, and their new nodes, (batch, nodes), and copy them.
+        """Pack the slots and lengths of the sequences, and their new nodes (batch, nodes), and copy them.
 
-        Trees of which earlier passes have `written` so many rows give the depths of all their rows. Tokens may be in
-        device memory, without padding; then `roots` come from the host, and `bring` the rest. Depths and ancestors of
-        the same `layout` as last time are not packed again.
+        `written` counts the rows of each tree that earlier passes wrote; `key_depths` then gives the depths of all
+        rows. Tokens may be in device memory, without padding; then `roots` come from the host, and `advance_inputs`
+        copies the rest. Depths and ancestors of the same `layout` as last time are not packed again.
         """
-        _ = self._numbers.host  # waits for the copy before
+        _ = self._numbers.host  # waits for the previous copy
         texts, nodes = len(slots), depths.shape[1]
         host = self.host
         if layout is None or layout is not self._layout:
-            self._layout = None  # an interrupt must not leave half a layout that counts as whole
+            self._layout = None  # an interrupt must not leave half a layout that counts as complete
             for name in ("depths", "key_depths", "ancestor_bits"):
                 host[name].fill(0)
             host["depths"][: len(depths), :nodes] = depths
@@ -173,11 +173,11 @@ def size_for(batch: int, nodes: int, columns: int) -> Size:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 NODES = (1, 2, 4, 8, 16, 32, 64, 96, 128)
-"""Powers of two, by which matrix products are tiled, and one between the largest, where a step is long."""
+"""powers of two, because matrix products are tiled by them, and 96, because a pass over 128 nodes takes long"""
 
 
 @lru_cache(maxsize=4096)
 def fitting(count: int, sizes: tuple[int, ...]) -> int:
-    """The smallest of the sizes that is enough; above the largest, a multiple of it."""
+    """The smallest of `sizes` that is at least `count`; above the largest, the next multiple of the largest."""
     largest = sizes[-1]
     return next((size for size in sizes if size >= count), -(-count // largest) * largest)

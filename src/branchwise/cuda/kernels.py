@@ -1,11 +1,11 @@
-"""Attention of a tree in the KV cache, and the moving of its rows, as Triton kernels.
+"""Triton kernels for tree attention over the KV cache, and for writing and moving its rows.
 
-The plain `tree_mask` and `attend` are the truth; these compute the same without a mask in memory. Committed rows are
-seen by every node, so most of the work needs no mask at all; only the block in which they end and the rows of the tree
-behind it look at the ancestors, one bit each (the two halves of LongSpec's hybrid tree attention, 2502.17421). The keys
-are split between programs, as in FlashDecoding, and what each found is merged by log-sum-exp. Lengths and slots are
-read on the device and the grid depends on neither, so a captured pass serves any text. Without a CUDA device only tests
-import this file, and run it in Triton's interpreter.
+The plain `tree_mask` and `attend` are the reference; these compute the same without a mask in memory. Every node sees
+all committed rows, so most blocks of keys need no mask at all. Only the block in which the committed rows end, and the
+rows of the tree after it, look at ancestors, one bit each (the two halves of LongSpec's hybrid tree attention,
+2502.17421). The keys are split between programs, as in FlashDecoding, and their outputs are merged by log-sum-exp.
+Lengths and slots are read on the device and the grid depends on neither, so a captured pass serves any text. Without a
+CUDA device only tests import this file, and run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -25,20 +25,21 @@ from branchwise.cuda.early import begin, early
 LOG2E = tl.constexpr(1.4426950408889634)
 
 NOTHING = tl.constexpr(-1.0e30)
-"""The score of a row that saw no key. It is finite, so that differences of such scores are numbers."""
+"""the score of a row that saw no key; it is finite, so that differences of such scores are numbers"""
 
 
 SPLITS, SHORT = 16, 8192
-"""of the keys of a text whose rows are few, and the keys beyond which every tile takes too long to read them"""
+"""Halving a tile pays if the keys would still be split this many ways without more programs than run at once, and if
+the capacity of a slot is at most this: over more keys it takes each tile too long to read them."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work of one layer is cut into programs; all of it is free to choose, none of it changes the result."""
+    """How the work of one layer is divided into programs. The choice does not change the result, except by rounding."""
 
-    rows: int  # of a tile: nodes times the query heads that share a key head
-    keys: int  # of a block, which a tile meets in one step
-    splits: int  # programs that share the keys of a tile
+    rows: int  # rows of a tile: nodes times the query heads that share a key head
+    keys: int  # keys of a block, which a tile reads in one step
+    splits: int  # the number of programs that share the keys of a tile
     warps: int
     stages: int
 
@@ -48,17 +49,17 @@ def tiling(
 ) -> Tiling:
     """A tiling for `heads` key heads, each with `rows` queries of `width` elements of `size` bytes and up to `keys`.
 
-    `keys` is the capacity of a slot: the grid of a captured pass cannot follow the length of a text. 264 programs are
-    two for every multiprocessor of an H200, and `shared` is the memory, in bytes, that a program may take on one.
+    `keys` is the capacity of a slot, because the grid of a captured pass cannot depend on the length of a text. 264
+    programs are two for every multiprocessor of an H200; `shared` is the shared memory, in bytes, of one program.
     """
-    if size > 2:  # float32 is for proofs; its products are made without tensor cores, and small to fit registers
+    if size > 2:  # float32 is for proofs: its products use no tensor cores, and small tiles to fit registers
         tile, block = 16, 32
     else:
         evenly = triton.cdiv(rows, 64) % 2 == 0 and width <= 128
         tile, block = 128 if evenly else max(16, min(triton.next_power_of_2(rows), 64)), 64
     few = programs + programs // 10  # small tiles leave room for some more
     while tile > 16 and keys <= SHORT and SPLITS * batch * heads * triton.cdiv(rows, tile // 2) <= few:
-        tile //= 2  # more programs hide more of the time until their keys are there
+        tile //= 2  # more programs hide more of the latency of their keys
     stages = 2 if size > 2 or width > 128 else 3
     while size * (tile * width + 2 * (stages - 1) * block * width + tile * block) > shared:
         if stages > 2:
@@ -71,7 +72,7 @@ def tiling(
             break
     tiles = batch * heads * triton.cdiv(rows, tile)
     parts = (few if tile < 32 else programs) // tiles
-    # Parts of many rows take longer to merge than two more of them save, and so do many parts of a short text.
+    # Merging two more splits of many rows costs more than they save, and so does merging many splits of a short text.
     parts = min(parts if parts >= 4 else programs // 2 // tiles, keys // (2 * block), 32 if keys <= SHORT else 64)
     return Tiling(
         rows=tile,
@@ -84,7 +85,7 @@ def tiling(
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter's
+    if device.type != "cuda":  # Triton's interpreter has no limit
         return 232_448
     about = torch.cuda.get_device_properties(device)
     return int(getattr(about, "shared_memory_per_block_optin", about.shared_memory_per_block))
@@ -109,13 +110,13 @@ def tree_attention(
     splits: int | None = None,
     tiles: Tiling | None = None,
 ) -> Tensor:
-    """(batch, nodes, heads, value width): what `attend` finds under `tree_mask`, straight from one layer of the cache.
+    """(batch, nodes, heads, value width): the result of `attend` under `tree_mask`, read from one layer of the cache.
 
-    `query` is (batch, heads, nodes, width); `keys` and `values` are (slots, key heads, rows, width). Text b lies in
-    slot slots[b], its committed rows first and row j of its tree, that of this pass included, at lengths[b] + j. Slots
-    of -1 are padding and yield zeros, and so does a node that sees nothing. `depths` (batch, nodes) and `key_depths`
-    (batch, columns), which windows need, are those of the nodes and of the rows of the tree; `ancestor_bits` (batch,
-    nodes, words) is what `pack_bits` makes of the ancestors. All of these are int32 on the device.
+    `query` is (batch, heads, nodes, width); `keys` and `values` are (slots, key heads, rows, width). Text b is in slot
+    slots[b]: first its committed rows, then row j of its tree, rows of this pass included, at lengths[b] + j. Slots of
+    -1 are padding and yield zeros, and so does a node that sees nothing. Windows need `depths` (batch, nodes) of the
+    nodes and `key_depths` (batch, columns) of the rows of the tree. `ancestor_bits` (batch, nodes, words) are the
+    ancestors as `pack_bits` packs them. All of these are int32 on the device.
     """
     batch, heads, nodes, width = query.shape
     _, kv_heads, capacity, value_width = values.shape
@@ -140,7 +141,7 @@ def tree_attention(
     splits = splits or tiles.splits
     row_tiles = triton.cdiv(nodes * group, tiles.rows)
     out = query.new_empty(batch, nodes, heads, value_width)
-    # Without a split nobody reads these two, and a pointer has to point somewhere.
+    # With one split the kernel does not use these two, but the arguments must be valid pointers.
     parts, scores = out, out
     if splits > 1:
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
@@ -167,7 +168,7 @@ def tree_attention(
 
 
 def _operand(dtype: torch.dtype) -> tl.dtype:
-    """What products are taken of: as stored, but the interpreter cannot multiply bfloat16."""
+    """The dtype of the operands of products: as stored, except that the interpreter cannot multiply bfloat16."""
     if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
@@ -182,7 +183,8 @@ def _attend(
     block_width: tl.constexpr, block_value: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
     splits: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one share of the keys. Row m is node m // group with head m % group of its group."""
+    """Attention of one tile of rows to one share of the keys. Row m is node m // group and head m % group of its
+    group."""
     begin(early)
     # Tiles come first, so that programs which read the same keys run together.
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -203,7 +205,7 @@ def _attend(
     mask = real[:, None] & (element < width)[None, :]
     tile_query = tl.load(query + places[:, None] + element[None, :] * query_element, mask=mask, other=0.0).to(operand)
 
-    # Blocks of keys: full ones hold committed rows alone. Each split takes an equal share of all that the tile sees.
+    # Full blocks of keys hold committed rows alone. Each split takes an equal share of the blocks that the tile sees.
     first, full, blocks = 0, length // block_keys, tl.cdiv(end, block_keys)
     oldest = tl.zeros([block_rows], tl.int32)
     if windowed:
@@ -233,7 +235,7 @@ def _attend(
         spot = text.to(tl.int64) * nodes * words + node[:, None] * words + (tl.maximum(column, 0) >> 5)[None, :]
         bits = tl.load(ancestor_bits + spot, mask=real[:, None] & behind[None, :], other=0)
         visible = (column < 0)[None, :] | (((bits >> (column & 31)[None, :]) & 1) != 0)
-        # Behind a tree lie rows of earlier ones. An overflow in them would go through a weight of zero.
+        # After a tree are rows of earlier trees. An infinity or NaN in them would survive a weight of zero.
         seen_by_any = tl.max(visible.to(tl.int32), 0) > 0
         value = _rows(values, key_index, value_row, value_element, seen_by_any, value_width, block_value, True)
         if windowed:
@@ -243,7 +245,7 @@ def _attend(
         score = tl.where(visible, _score(tile_query, key, scale, softcap, capped), float("-inf"))
         highest, total, found = _absorb(highest, total, found, score, value.to(operand))
 
-    some = total != 0  # true of NaN, which must come through
+    some = total != 0  # true of NaN, which must propagate
     found = found / tl.where(some, total, 1.0)[:, None]
     line = (text.to(tl.int64) * nodes + node) * (kv_heads * group) + query_head_of_row  # of (batch, nodes, heads)
     goal = line[:, None] * value_width + value_element[None, :]
@@ -259,7 +261,7 @@ def _attend(
 
 @triton.jit
 def _rows(store, index, stride, element, wanted, width: tl.constexpr, block: tl.constexpr, some: tl.constexpr):
-    """(keys, block): rows of the cache, zeros where `some` are wanted and these are not among them."""
+    """(keys, block): rows of the cache; if only `some` are wanted, the others are zeros."""
     places = store + index[:, None] * stride + element[None, :]
     if some:
         return tl.load(places, mask=wanted[:, None] & (element < width)[None, :], other=0.0)
@@ -271,7 +273,7 @@ def _rows(store, index, stride, element, wanted, width: tl.constexpr, block: tl.
 
 @triton.jit
 def _score(query, key, scale, softcap, capped: tl.constexpr):
-    """(rows, keys) scores to the base 2."""
+    """(rows, keys): attention scores for a softmax to the base 2."""
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if capped:
         # The hyperbolic tangent, from a power that cannot overflow.
@@ -283,7 +285,7 @@ def _score(query, key, scale, softcap, capped: tl.constexpr):
 
 @triton.jit
 def _absorb(highest, total, found, score, value):
-    """Softmax so far, with one more block of keys in it."""
+    """Update the running softmax with one more block of keys."""
     higher = tl.maximum(highest, tl.max(score, 1))
     fade = tl.exp2(highest - higher)
     weight = tl.exp2(score - higher[:, None])
@@ -298,14 +300,14 @@ def _merge(
     splits: tl.constexpr, block_splits: tl.constexpr, value_width: tl.constexpr, block_value: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """One row of the output from the parts of its splits, weighted by the sums that they are softmaxes over."""
+    """One row of the output: the mean of the outputs of its splits, weighted by the sums of their softmaxes."""
     begin(early)
     line = tl.program_id(0).to(tl.int64)
     split, element = tl.arange(0, block_splits), tl.arange(0, block_value)
     score = tl.load(scores + split * lines.to(tl.int64) + line, mask=split < splits, other=NOTHING)
     places = parts + (split * lines.to(tl.int64) + line)[:, None] * value_width + element[None, :]
     part = tl.load(places, mask=(split < splits)[:, None] & (element < value_width)[None, :], other=0.0)
-    # A split without keys wrote no part. To ask for it all the same is sooner than to wait for its score.
+    # A split without keys wrote no part. Loading it anyway is faster than waiting for its score.
     part = tl.where((score > NOTHING)[:, None], part, 0.0)
     weight = tl.exp2(score - tl.max(score, 0))
     found = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
@@ -319,7 +321,8 @@ def write_rows(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor, starts: Tensor
 ) -> None:
     """Write the keys and values (batch, heads, nodes, width) of a pass to one layer of the cache, (slots, heads, rows,
-    width): node i of text b goes to row starts[b] + i of slot slots[b], but for slots of -1 and rows behind the end."""
+    width): node i of text b goes to row starts[b] + i of slot slots[b]. Slots of -1 and rows after the end of a slot
+    are skipped."""
     batch, heads, nodes, width = new_keys.shape
     value_width = new_values.shape[3]
     assert keys.shape[1:3] == values.shape[1:3], "keys and values do not belong together"
@@ -380,7 +383,8 @@ def _keep(
     tensor, slots, lengths, paths, stride_layer, stride_slot, stride_head, stride_row, steps, capacity,
     heads: tl.constexpr, width: tl.constexpr, block_steps: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
-    """One program moves all rows of a path: goals are sources of other steps, so all are read before one is written."""
+    """One program moves all rows of a path. It reads all before it writes any, because a row may be both the goal of
+    one step and the source of another."""
     layer, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     text = tl.program_id(1)
     slot, length = tl.load(slots + text).to(tl.int64), tl.load(lengths + text).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Trees of several texts that were laid on a device side by side, and stay where they are from step to step.
+"""Trees of several texts that were laid out on a device in common tables, at the same addresses in every step.
 
-A draft that is recorded lays its trees at the same place every time, in tables of the whole batch. What comes after it
-reads them there: nothing is stacked anew, the host looks at no single tree, and a batch of such trees serves for all
-steps of the same texts.
+A recorded draft writes its trees to the same tables of the whole batch every time. Later kernels read them there: the
+trees are not stacked again, the host touches no single tree, and one batch of such trees serves all steps of the same
+texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from branchwise.core.tree import DeviceShape, DraftTree
 
 
 class LaidTrees(list[DraftTree]):
-    """The trees of texts, and the tables in which they stand; these have as many rows as a padded batch."""
+    """The trees of texts, and the tables that hold them; the tables have as many rows as a padded batch."""
 
     def __init__(self, trees: Sequence[DraftTree], tokens: Tensor, shape: DeviceShape) -> None:
         """`tokens` (batch, nodes), and `shape` (batch, nodes, …)."""
@@ -26,7 +26,7 @@ class LaidTrees(list[DraftTree]):
 
 
 class LaidBatch(TreeBatch):
-    """A batch whose tables are those of the trees themselves."""
+    """A batch that uses the tables of its trees, without a copy."""
 
     host_tokens = None
 
@@ -43,5 +43,5 @@ class LaidBatch(TreeBatch):
 
 
 def lie_still(batch: TreeBatch) -> bool:
-    """Whether the trees of a batch that were drafted on a device lie at the same place at every step."""
+    """Whether the trees of a batch, if drafted on a device, are at the same addresses in every step."""
     return len(batch) == 1 or isinstance(batch, LaidBatch)

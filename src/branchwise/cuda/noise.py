@@ -1,4 +1,4 @@
-"""`core.rng` in Triton, for all kernels that draw: the same bits, so the same tokens."""
+"""`core.rng` in Triton, for all kernels that sample: the same random bits, so the same tokens."""
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
@@ -14,7 +14,7 @@ FIRST_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[0]))
 SECOND_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[1]))
 STEP = tl.constexpr(2.0**-52)
 NOBODY = tl.constexpr(1 << 40)
-"""more than any token"""
+"""a number above every token id"""
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def mix(x):
 
 @triton.jit
 def arrivals(keys, names, mass):
-    """When runners of this mass arrive, float64; those without any never do."""
+    """The arrival times, float64, of runners in an exponential race whose rates are `mass`; infinite for rate 0."""
     bits = (mix(keys + names * GAMMA) >> 12) & 0xFFFFFFFFFFFFF
     wait = -tl.log((bits.to(tl.float64) + 0.5) * STEP)
     return tl.where(mass > 0, wait / tl.where(mass > 0, mass, 1.0), float("inf"))

@@ -1,7 +1,7 @@
-"""What products of a few rows with a matrix are made of, in the kernels of layers and of heads.
+"""Building blocks for products of a few rows with a matrix, in the kernels of layers and of heads.
 
-A norm is no pass of its own. The product behind it takes rows as they are and divides by their size when it is done, by
-sums of squares that the kernel which wrote the rows has left, in parts, one for each of its programs.
+A norm is not a separate kernel. The product after it takes rows that are not normed yet and scales its result at the
+end, by sums of squares that the kernel which wrote the rows has left, in parts, one for each of its programs.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -20,20 +20,20 @@ from branchwise.cuda.kernels import shared_memory
 
 
 class Summed(NamedTuple):
-    """Rows whose sizes are known."""
+    """Rows with the sums of their squares."""
 
     states: Tensor
     """(rows, width), which may be part of longer rows"""
     squares: Tensor
-    """(rows, parts): of each row the squares of its elements, summed in parts"""
+    """(rows, parts): the squares of the elements of each row, summed in parts"""
 
     @classmethod
     def of(cls, states: Tensor) -> Summed:
-        """Of rows that come from elsewhere."""
+        """The sums for rows that no kernel of ours has written."""
         return cls(states, torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32).square())
 
     def part(self, number: int, of: int) -> Summed:
-        """Of rows that lie side by side, so many of them, those with this number."""
+        """Part `number` of the `of` rows that each line holds side by side."""
         return Summed(self.states.chunk(of, dim=1)[number], self.squares.chunk(of, dim=1)[number])
 
 
@@ -41,12 +41,13 @@ MOST_SLICES = 8
 
 
 def slices_of(inputs: int, most: int = MOST_SLICES) -> int:
-    """Into how many slices so many inputs are cut for few rows: each warp has its own, and few of them start sooner."""
+    """The number of slices of this many inputs, in a product of few rows. Each warp has its own; few warps start
+    sooner."""
     return min(most, max(2, int(triton.next_power_of_2(inputs)) // 512))
 
 
 def piece_of(inputs: int) -> int:
-    """How many inputs of a slice are read at a time."""
+    """The number of inputs of a slice that are read at a time."""
     return min(64, max(16, int(triton.next_power_of_2(inputs))))
 
 
@@ -61,21 +62,23 @@ def stages_of(device: torch.device, stage: int, most: int) -> int:
 
 @triton.jit
 def asked(squares, place, real, parts: tl.constexpr):
-    """(tile, parts): squares of rows that begin at these places; to be asked for before a product, summed behind it."""
+    """(tile, parts): the squares of rows that begin at these places. They are loaded before a product and summed after
+    it."""
     part = tl.arange(0, triton.next_power_of_2(parts))
     return tl.load(squares + place[:, None] + part[None, :], mask=real[:, None] & (part < parts)[None, :], other=0.0)
 
 
 @triton.jit
 def scales(squares, epsilon, width: tl.constexpr):
-    """(tile, 1): what rows are multiplied with to be normed."""
+    """(tile, 1): the factors that norm rows."""
     return (1.0 / tl.sqrt(tl.sum(squares, axis=1) / width + epsilon))[:, None]
 
 
 @triton.jit
 def inputs_from(start, slices: tl.constexpr, piece: tl.constexpr):
-    """(piece,), or (slices, piece): inputs that are read at a time. Each warp of a program multiplies a slice of its
-    own: a product of few rows waits for what comes from memory and for its own sums so far, never for arithmetic."""
+    """(piece,), or (slices, piece): the indices of inputs that are read at a time. Each warp of a program multiplies a
+    slice of its own, because a product of few rows waits for memory and for its own running sums, never for
+    arithmetic."""
     at = start + tl.arange(0, piece)
     if slices > 1:
         at = start + tl.arange(0, slices)[:, None] * piece + tl.arange(0, piece)[None, :]
@@ -84,7 +87,7 @@ def inputs_from(start, slices: tl.constexpr, piece: tl.constexpr):
 
 @triton.jit
 def elements(rows, place, real, at, width: tl.constexpr, operand: tl.constexpr):
-    """(tile, piece), or (slices, tile, piece): of rows that begin at these places."""
+    """(tile, piece), or (slices, tile, piece): elements of rows that begin at these places."""
     if len(at.shape) == 1:
         places, mask = place[:, None] + at[None, :], real[:, None] & (at < width)[None, :]
     else:
@@ -105,13 +108,13 @@ def lines(weight, line, inside, at, width: tl.constexpr, stride: tl.constexpr, o
 
 @triton.jit
 def turned(part):
-    """Columns as rows, slice by slice."""
+    """The transposed part, slice by slice."""
     return tl.trans(part) if len(part.shape) == 2 else tl.permute(part, (0, 2, 1))
 
 
 @triton.jit
 def nothing(tile: tl.constexpr, columns: tl.constexpr, slices: tl.constexpr):
-    """Sums to begin with."""
+    """Sums of zero."""
     total = tl.zeros((tile, columns), tl.float32)
     if slices > 1:
         total = tl.zeros((slices, tile, columns), tl.float32)
@@ -120,7 +123,7 @@ def nothing(tile: tl.constexpr, columns: tl.constexpr, slices: tl.constexpr):
 
 @triton.jit
 def summed_up(total):
-    """(tile, columns): what the slices have found together."""
+    """(tile, columns): the sum over the slices."""
     if len(total.shape) == 3:
         total = tl.sum(total, axis=0)
     return total
@@ -178,7 +181,7 @@ def apart(
 
 @triton.jit
 def made_part(product, row, real, column, inside, outputs: tl.constexpr):
-    """(tile, columns): part of a product that is made."""
+    """(tile, columns): part of a finished product."""
     places = product + row[:, None].to(tl.int64) * outputs + column[None, :]
     return tl.load(places, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
@@ -188,8 +191,8 @@ def spread(
     lower, upper, head, row, slot, cell, mask, element, query, keys, values, stride_slot, stride_head, stride_row,
     capacity, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr,
 ):  # fmt: skip
-    """Write both halves of a head (tile, elements) where they belong: queries one row behind the other, keys and values
-    to these cells of the cache. Heads of keys come behind those of queries, and those of values last."""
+    """Write both halves of a head (tile, elements): queries to consecutive rows, keys and values to these cells of the
+    cache. Heads are numbered queries first, then keys, then values."""
     half: tl.constexpr = head_width // 2
     if head < heads:
         goal = (row[:, None].to(tl.int64) * heads + head) * head_width + element[None, :]
@@ -214,7 +217,7 @@ def _gate_up(
     inputs: tl.constexpr, columns: tl.constexpr, made: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
     slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """The gated inner values of an MLP. A `factor` is the matrix, or, where it is made, the product with it."""
+    """The gated inner values of an MLP. `factor` is the matrix, or, if `made`, the finished product with it."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real, inside = row < rows, column < inner

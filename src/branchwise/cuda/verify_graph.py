@@ -1,11 +1,11 @@
 """A verdict as one CUDA graph.
 
-A verifier on a device is a few hundred small kernels, and launching them costs more than running them. It never looks
-at a drawn value, so its operations can be recorded once for a shape (`make_fx`), fused by the compiler, captured into a
-graph and replayed on new values. The rule itself stays where it is, in the verifier's own file.
+A verifier on a device is a few hundred small kernels, and launching them takes longer than running them. Its Python
+code never branches on a sampled value, so its operations can be traced once for a shape (`make_fx`), fused by the
+compiler, captured into a graph and replayed on new values. The rule itself stays in the verifier's own file.
 
-`match` needs no more than the token that each text draws behind each node. Two kernels of ours find those and the
-verdicts (`draw.py`), whatever the sampling parameters: so one graph for a size serves all texts, and nothing is
+`match` needs only the token that each text draws after each node. Two kernels of ours compute these tokens and the
+verdicts (`draw.py`), whatever the sampling parameters: so one graph of a size serves all texts, and nothing is
 compiled.
 """
 
@@ -34,10 +34,10 @@ from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.auto import Auto, choose
 from branchwise.verify.match import Match, Undrafted, rule_for
 
-MOST = 64  # graphs that are kept, those used last
+MOST = 64  # graphs that are kept, the most recently used
 MOST_SHAPES = 4096
 CAPTURE_AFTER = 3
-"""how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
+"""the number of times a shape must occur before it is captured: some tree policies hardly ever repeat a shape"""
 
 JUDGED = ("tokens", "parents", "depths")
 """the tables that our kernels for `match` read"""
@@ -45,11 +45,11 @@ Program = Callable[..., Tensor]  # of `GraphInputs.flat`
 
 
 class CapturedVerifier(Verifier):
-    """A verifier that is captured for every shape, when that comes for the time number `seen`, and replayed from then
-    on. Its verdicts lie in the graph's own memory: read them before the next call."""
+    """A verifier that is captured for every shape when it occurs for the `seen`-th time, and replayed after that. Its
+    verdicts are in the graph's memory: read them before the next call."""
 
     def __init__(self, verifier: Verifier, *, compile: bool = True, seen: int = 1, texts: int = 64) -> None:
-        """`texts` are as many as will ever be judged together."""
+        """`texts` is the largest number of texts in a batch."""
         self.verifier = verifier
         self.name = verifier.name
         self.accepts: frozenset[Draw] = verifier.accepts
@@ -66,7 +66,7 @@ class CapturedVerifier(Verifier):
         assert isinstance(probs, WarpedProbs), "only verdicts on real passes are recorded"
         assert isinstance(chance, SeededChance), "only seeded randomness is recorded"
         verifier = rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
-        drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
+        drawn = not isinstance(verifier, Match | Undrafted)  # those two read no q
         choices = self._brought(probs) if isinstance(verifier, Match) else None
         if (choices is None and not probs.capturable) or (drawn and batch.q is None):
             count("eager", f"{verifier.name} with a text that looks back")
@@ -86,13 +86,13 @@ class CapturedVerifier(Verifier):
                 self._times.clear()
             if choices is None:
                 probs.bring()
-            rows = batch.pad_shape.inner or batch.nodes  # whatever will come
+            rows = batch.pad_shape.inner or batch.nodes  # enough for all later batches of this shape
             q = batch.q.new_zeros(len(batch), rows, batch.q.shape[2]) if drawn else None  # type: ignore[union-attr]
-            # Logits are not copied: those of a recorded pass come to the same place every time.
+            # The graph reads the logits where they are: a recorded pass writes them to the same address every time.
             self._pool = self._pool or Pool(probs.logits.device)
             brought = [name for name in reads if name not in resident]
             numbers = Numbers(batch, chance, brought, probs.logits.device)
-            # Greedy texts draw nothing, and nobody looks for a token below a bare root.
+            # Greedy texts need no seeds, and below a bare root no token is looked up.
             numbers.needless = isinstance(verifier, Match) and (not brought or batch.nodes == 1)
             inputs = GraphInputs(numbers.on_device, probs.logits, q, tuple(resident.values()))
             bare = choices or probs.without_texts()
@@ -107,8 +107,8 @@ class CapturedVerifier(Verifier):
         return Verdicts.written(found, with_tokens=batch.host_tokens is None)
 
     def _brought(self, probs: WarpedProbs) -> Choices | None:
-        """The sampling parameters where a kernel reads them; None where there are no kernels, or where a text has a
-        function of its own for its logits."""
+        """The sampling parameters for our kernels, written to the device; None if the device has no kernels, if a text
+        has a logits processor of its own, or if the batch is larger than announced."""
         device, texts = probs.logits.device, probs._sequences
         if probs._warp.processes or not have_kernels(device) or len(texts) > self._texts:
             return None
@@ -118,8 +118,8 @@ class CapturedVerifier(Verifier):
         return self._choices
 
     def _resident(self, batch: TreeBatch, reads: Sequence[str]) -> dict[str, Tensor]:
-        """Tables of a tree that was drafted on the device, if they lie where others lay before: a graph reads them
-        there. Trees of several texts are stacked anew for every step."""
+        """The tables of trees that were drafted on the device, if earlier ones had the same addresses: then a graph
+        reads them there. Trees of several texts that are stacked again for every step have none."""
         if not lie_still(batch):
             return {}
         tables = {name: batch.host(name) for name in reads}
@@ -140,9 +140,9 @@ def as_program(
     reads: Sequence[str] = TABLES,
     resident: Sequence[str] = (),
 ) -> Program:
-    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts, or are
-    choices, if all that it asks of the distributions is a token behind every node. Of the tables that it reads,
-    `resident` ones are given as they are, and others are among the numbers."""
+    """A verifier as a function of tensors alone, for all batches of the same shapes. `probs` are probs without texts,
+    or the `Choices` of our kernels if the verifier only needs a token after every node. Of the tables that it reads,
+    the `resident` ones are separate arguments, and the others are packed into the numbers."""
     brought = [name for name in reads if name not in resident]
     shapes, with_tokens = [tree_batch.host(name).shape for name in brought], tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
@@ -170,7 +170,7 @@ def as_program(
 
 
 def shape_of(batch: TreeBatch) -> TreeBatch:
-    """A batch without its numbers: a program is kept for long, and distributions over a vocabulary are large."""
+    """A batch without its tensors: a program is kept for long, and distributions over a vocabulary are large."""
     _ = batch.widths
     bare = copy.copy(batch)
     for name in ("q", "layout", "host_tokens", *TABLES):
@@ -183,14 +183,15 @@ def shape_of(batch: TreeBatch) -> TreeBatch:
 def key_of(
     batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES, *, by_kernel: bool = False
 ) -> tuple[Any, ...]:
-    """What two batches must agree in for one graph to serve both; sampling parameters that a kernel reads are not."""
+    """The key in which two batches must agree if one graph is to serve both. Sampling parameters that a kernel reads
+    are not part of it."""
     structure = None if by_kernel else probs.structure
     about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, structure, batch.host_tokens is None
     shapes = tuple(batch.host(name).shape for name in reads if name in LOOKED_UP)
     if not shapes:
         return about
     assert batch.q is not None
-    draws = frozenset(tree.draw for tree in batch.trees if len(tree) > 1)  # a bare root is like any other
+    draws = frozenset(tree.draw for tree in batch.trees if len(tree) > 1)  # a bare root has no children
     return (*about, shapes, batch.q.dtype, batch.pad_shape.inner, *batch.widths, draws)
 
 
@@ -201,20 +202,20 @@ class GraphInputs(NamedTuple):
     logits: Tensor
     q: Tensor | None
     resident: tuple[Tensor, ...] = ()
-    """tables that are read where they were drafted"""
+    """the tables that are read where they were drafted"""
 
     @property
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The arguments of a program. A trace would mistake a tuple among them for as many arguments."""
+        """The arguments of a program, flat: tracing would split a tuple among them into separate arguments."""
         return self.numbers, self.logits, self.q, *self.resident
 
 
 class Numbers:
-    """The numbers of a program, written on the host and copied to their place on the device before every replay. The
-    layout of the nodes is written only when it changes; tokens that were drafted on a device never leave it."""
+    """The numbers of a program, written on the host and copied to a fixed address on the device before every replay.
+    The layout of the nodes is written only if it changes; tokens that were drafted on the device never leave it."""
 
     needless = False
-    """whether the program reads none of them for greedy texts"""
+    """whether the program reads no numbers for greedy texts"""
 
     def __init__(self, batch: TreeBatch, chance: SeededChance, reads: Sequence[str], device: torch.device) -> None:
         self._reads = reads
@@ -229,7 +230,7 @@ class Numbers:
 
     def bring(self, batch: TreeBatch, chance: SeededChance) -> Tensor:
         host, drafted = self._buffer.host, {}
-        layout, self._layout = self._layout, None  # after an interrupt nothing counts as written
+        layout, self._layout = self._layout, None  # if an interrupt comes below, everything is written again
         for name, table in self._tables(batch, chance).items():
             if table.device.type != "cpu":
                 drafted[name] = table
@@ -247,7 +248,7 @@ class Numbers:
 
 
 class Recording:
-    """One captured graph with the tensors that it reads."""
+    """One captured graph and the tensors that it reads."""
 
     def __init__(
         self,
@@ -258,7 +259,7 @@ class Recording:
         inputs: GraphInputs,
         compile: bool,
     ) -> None:
-        """`probs` are those of the program, if their sampling parameters are values that every replay reads anew."""
+        """`probs` are those of the program if they hold sampling parameters, which every replay reads; else None."""
         self._probs = probs
         self.inputs = inputs
         self._numbers = numbers
@@ -271,9 +272,9 @@ class Recording:
         logits = probs.logits
         if self._probs is not None:
             self._probs.assign(probs)
-        bring(logits, self.inputs.logits)  # long copies first: what follows is launched while they run
+        bring(logits, self.inputs.logits)  # long copies first: the rest is launched while they run
         if q is not None and self.inputs.q is not None:
-            rows = min(q.shape[1], self.inputs.q.shape[1])  # nobody reads the rows of leaves
+            rows = min(q.shape[1], self.inputs.q.shape[1])  # the rows of leaves are never read
             bring(q[:, :rows], self.inputs.q[:, :rows])
         if not (self._numbers.needless and probs.greedy):
             self._numbers.bring(batch, chance)
@@ -283,9 +284,9 @@ class Recording:
 
 
 def bring(values: Tensor, place: Tensor) -> None:
-    """Copy values to their place, unless they were written to it."""
+    """Copy values to the address that a graph reads, unless they are there already."""
     if values.data_ptr() != place.data_ptr():
-        with torch.inference_mode():  # the place may be what a pass of the model once wrote
+        with torch.inference_mode():  # the place may be an inference tensor, the output of a model's pass
             place.copy_(values)
 
 

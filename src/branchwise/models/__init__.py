@@ -47,18 +47,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One entry of our cache."""
+    """A model or a GGUF file in our cache."""
 
     name: str
     path: Path
     bytes: int
     source: str
     distance: str = ""
-    """from the model in float32, for one of fewer bits"""
+    """the distance from the model in float32, for a quantised model"""
 
 
 def cached() -> list[CachedModel]:
-    """What lies in our cache: converted models first, then the GGUF files they may have come from."""
+    """The entries of our cache: converted and quantised models first, then GGUF files."""
     cache = cache_dir()
     found = []
     for note in sorted(cache.glob("converted/*/branchwise.json")):
@@ -79,8 +79,8 @@ def cached() -> list[CachedModel]:
 
 
 def resolve(name: str, *, progress: bool | None = None) -> Path | str:
-    """What `from_pretrained` should be given for `name`: a folder, fetched and converted if needed, or a hub id as it
-    stands. `progress=None` shows progress only on a terminal."""
+    """The argument of `from_pretrained` for `name`: a folder, fetched and converted if needed, or the hub id unchanged.
+    `progress=None` shows progress only on a terminal."""
     if alias := ALIASES.get(name):
         folder = converted_folder(alias.sha256)
         if folder.is_dir():
@@ -99,7 +99,7 @@ def resolve(name: str, *, progress: bool | None = None) -> Path | str:
 
 
 def check_name(name: str) -> None:
-    """Refuse what can be no model's name, before anything takes time."""
+    """Refuse a name that cannot be a model's, before any slow work begins."""
     path = os.path.expanduser(name)
     if name in ALIASES or (name.strip() and os.path.isdir(path)) or os.path.isfile(path):
         return
@@ -110,7 +110,7 @@ def check_name(name: str) -> None:
 
 
 def gguf_path(alias_name: str, *, progress: bool | None = None) -> Path:
-    """The GGUF file of an alias, fetched if needed, with its checksum verified."""
+    """The path of the GGUF file of an alias, fetched if needed, with its checksum verified."""
     if alias_name not in ALIASES:
         raise _unknown(alias_name)
     return gguf_of(ALIASES[alias_name], progress)
@@ -178,7 +178,7 @@ def _local_file(path: Path, progress: bool | None) -> Path:
     path = path.resolve()
     digest = remembered_digest(path)
     if digest is None:
-        read_header(path)  # refuses in a moment what would take minutes to hash
+        read_header(path)  # refuses a bad file at once; hashing it would take minutes
         digest = sha256_of(path)
     folder = converted_folder(digest)
     return intact(folder) if folder.is_dir() else convert_gguf(path, digest, path.stem, str(path), progress)

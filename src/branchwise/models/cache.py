@@ -1,13 +1,13 @@
-"""Our folder on the user's disk, in which a file is either whole or not there.
+"""Our cache folder, in which a file is either complete or absent.
 
-Everything is written in a folder of its own and renamed into place when complete:
+Everything is written in a temporary folder and renamed into place when it is complete:
 
     cache/
       gguf/NAME.gguf             fetched files, checksummed
-      converted/SHA-vN/          what `from_pretrained` loads; `branchwise.json` says where it came from
+      converted/SHA-vN/          models for `from_pretrained`; `branchwise.json` names their source
       quantised/KEY/             models in 8 or 4 bits, with their distance from float32
       digests.json               sha256 of local GGUF files, so that gigabytes are hashed once
-      tmp-*/                     work in progress; removed when it is done, or after a day if it was killed
+      tmp-*/                     work in progress; removed when done, or after a day if its process was killed
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """A temporary folder in the cache, from where finished work is renamed into place; gone afterwards."""
+    """A temporary folder in the cache, from which finished work is renamed into place. It is removed at the end."""
     cache = cache_dir()
     work = None
     try:
@@ -54,7 +54,7 @@ def workspace() -> Iterator[Path]:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what killed processes left behind, unless it is so fresh that one may still be at work."""
+    """Remove temporary folders of killed processes. Those younger than a day are kept, as they may be in use."""
     yesterday = time.time() - 24 * 3600
     for left in cache.glob("tmp-*"):
         with contextlib.suppress(OSError):
@@ -74,9 +74,9 @@ def require_space(needed: int, purpose: str) -> None:
 
 
 def bytes_in(folder: Path) -> int:
-    """The size of all files below `folder`, which may change while they are counted."""
+    """The size of all files below `folder`, which may change during the count."""
     total = 0
-    for place, _, files in os.walk(folder):  # unlike `rglob`, it passes over folders that are gone by now
+    for place, _, files in os.walk(folder):  # unlike `rglob`, it ignores folders that have disappeared
         for file in files:
             with contextlib.suppress(OSError):
                 total += os.path.getsize(os.path.join(place, file))
@@ -84,7 +84,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of `path`, remembered for as long as its size and time stay the same."""
+    """The digest of `path`, remembered as long as its size and modification time stay the same."""
     if known := remembered_digest(path):
         return known
     stat = path.stat()

@@ -1,4 +1,4 @@
-"""A GGUF file as transformers loads it: dequantised once to float32 safetensors, and kept with its tokenizer."""
+"""Converts a GGUF file for transformers: dequantised once to float32 safetensors, and cached with its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from branchwise.models.gguf import CONTROL, Header, read_header, tokenizer_of
 from branchwise.models.gguf_reading import read_once
 from branchwise.models.show import bar, quiet
 
-# Part of the name of every converted folder: raise it when a conversion would come out differently.
+# Part of the name of every converted folder: raise it if a conversion would come out differently.
 CONVERTED_FORMAT = 1
 
 
 def converted_folder(digest: str) -> Path:
-    """Where the converted copy of the file with this sha256 lies, or would lie."""
+    """The folder of the converted copy of the file with this sha256, whether it exists or not."""
     return cache_dir() / "converted" / f"{digest[:16]}-v{CONVERTED_FORMAT}"
 
 
 def intact(folder: Path) -> Path:
-    """`folder`, if every file has the size it was written with: a cheap look that finds truncated ones."""
+    """`folder`, if every file has the size that was written, which finds truncated files cheaply; else an error."""
     try:
         sizes: dict[str, int] = json.loads((folder / "branchwise.json").read_text())["files"]
         wrong = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
@@ -38,7 +38,8 @@ def intact(folder: Path) -> Path:
 
 
 def convert_gguf(path: Path, digest: str, name: str, source: str, progress: bool | None) -> Path:
-    """Write the safetensors copy of a GGUF file; if another process was faster, its copy is taken."""
+    """Write the safetensors copy of a GGUF file and return its folder. If another process was faster, its copy is
+    used."""
     header = read_header(path)
     _require_architecture(path, header)
     target = converted_folder(digest)
@@ -78,7 +79,7 @@ def _require_architecture(path: Path, header: Header) -> None:
         )
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     if scaling != "none" and plain(header.architecture) != "gptoss":
-        # transformers drops these keys without a word, and the model would be another one.
+        # transformers silently ignores these keys, which would make another model.
         raise UnsupportedModel(
             f"{path} scales its positions ({scaling}), which transformers does not read from GGUF. "
             "Load the model from a folder or a hub id instead."
@@ -105,7 +106,7 @@ def _write_safetensors(path: Path, header: Header, folder: Path) -> None:
     stored = sum(tensor.elements for tensor in header.tensors if tensor.name != "rope_freqs.weight")
     placed = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
     if info["missing_keys"] or info["mismatched_keys"] or stored != sum(placed.values()):
-        # transformers skips tensors that it has no place for, and fills places without a tensor with noise.
+        # transformers skips tensors that have no parameter, and fills parameters without a tensor with noise.
         raise UnsupportedModel(
             f"{path} holds {stored} parameters, and transformers has places for {sum(placed.values())}. "
             "Load the model from a folder or a hub id instead."
@@ -122,12 +123,12 @@ def _write_safetensors(path: Path, header: Header, folder: Path) -> None:
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # a full disk is an OSError here and a SafetensorError there
+    except Exception as error:  # a full disk raises an OSError or a SafetensorError
         raise OSError(first_line(error)) from error
 
 
 def _rope_factors(path: Path, header: Header) -> list[float]:
-    """By how much each rotary frequency is divided, if the file says so (Llama 3.1 and later)."""
+    """The divisors of the rotary frequencies, if the file has them (Llama 3.1 and later); else none."""
     for tensor in header.tensors:
         if tensor.name == "rope_freqs.weight":
             with path.open("rb") as file:
@@ -137,8 +138,8 @@ def _rope_factors(path: Path, header: Header) -> list[float]:
 
 
 def _llama3_rope(path: Path, factors: list[float], config: Any) -> dict[str, Any]:
-    """The rotary settings that these factors were computed from. transformers drops the tensor; without it a Llama 3.1
-    would be wrong from the first token on."""
+    """The rotary settings from which these factors were computed. transformers ignores the tensor of factors; without
+    it a Llama 3.1 would be wrong from the first token on."""
     theta, factor, low, high, trained = config.rope_parameters["rope_theta"], max(factors), 1.0, 4.0, 8192
     for i, found in enumerate(factors):
         turns = trained / (2 * math.pi * theta ** (i / len(factors)))  # rotations within the trained length
@@ -159,8 +160,8 @@ def _llama3_rope(path: Path, factors: list[float], config: Any) -> dict[str, Any
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Every token that ends a turn: the ones the file names, and control tokens whose name says so. A GGUF file names
-    one end token; chat models know two, the end of a turn and the end of a text."""
+    """All tokens that end a turn: those that the file declares, and control tokens with a known spelling. Most GGUF
+    files declare one end token, but chat models have two, the end of a turn and the end of a text."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     named = [metadata.get(f"tokenizer.ggml.{which}_token_id") for which in ("eos", "eot", "eom")]
     spelled = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}

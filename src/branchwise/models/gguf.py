@@ -1,4 +1,5 @@
-"""The header of a GGUF file, trusted only once the file is known to be whole, and the tokenizer that it describes."""
+"""Reads the header of a GGUF file, after a check that the file is complete, and builds the tokenizer that it
+describes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class _Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a GGUF file says about itself before the weights begin."""
+    """The metadata and the tensor table of a GGUF file, which come before the weights."""
 
     metadata: dict[str, Any]
     tensors: list[_Tensor]
@@ -69,8 +70,8 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """Metadata and tensor table of a GGUF file, once it is known that the file is whole. `gguf.GGUFReader` would take
-    seconds for a large vocabulary, and meet a damaged file with whatever numpy happens to raise."""
+    """The header of a GGUF file, after a check that the file is complete. `gguf.GGUFReader` would take seconds for a
+    large vocabulary, and would raise arbitrary numpy errors on a damaged file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -143,13 +144,13 @@ _SPLIT_TEKKEN = (
 
 
 class _Split(NamedTuple):
-    """How a byte-level vocabulary cuts text before it merges; the file gives only the name of it."""
+    """How a byte-level tokenizer splits text before it merges; the file gives only the name of the rule."""
 
     regex: str | None = None  # None: GPT-2's own
-    single_digits: bool = False  # before the regex
+    single_digits: bool = False  # whether digits are split before the regex
     nfc: bool = False
-    whole_words: bool = False  # a piece that is a token is taken as it is, without merging
-    bos: bool = False  # whether a text begins with bos where the file does not say
+    whole_words: bool = False  # whether a piece that is a token stays whole, without merging
+    bos: bool = False  # whether a text begins with bos if the file does not say
 
 
 _SPLITS: dict[str, _Split] = {

@@ -1,4 +1,4 @@
-"""Reading a model with transformers, from a folder or from the hub, and saying in one sentence why it failed."""
+"""Reads a model with transformers, from a folder or from the hub, and explains failures in one sentence."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def local_first(load: Callable[..., Any], source: Path | str, trust_remote_code: bool) -> Any:
-    """What `load` finds in a folder or behind a hub id, of which the copy in the hub's own cache is tried first."""
+    """The result of `load` for a folder or a hub id. For a hub id, the copy in the hub's own cache is tried first."""
     if isinstance(source, str):
         try:
             return load(source, trust_remote_code=trust_remote_code, local_files_only=True)
         except (OSError, ValueError):
-            # Not wholly in that cache. Asking first costs one request and is answered at once, where a download from a
-            # hub that cannot be reached is retried for half a minute.
+            # The copy is absent or incomplete. One request tells at once if the hub cannot be reached; a download would
+            # be retried for half a minute.
             _ask_hub(source)
     return load(source, trust_remote_code=trust_remote_code)
 
 
 def read_model(source: Path | str, *, dtype: torch.dtype, **options: bool) -> Any:
-    """Model and tokenizer."""
+    """The model and its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     auto: Any = AutoModelForCausalLM
@@ -46,13 +46,13 @@ def read_model(source: Path | str, *, dtype: torch.dtype, **options: bool) -> An
             "If you do, allow remote code explicitly (trust_remote_code=True)."
         ) from error
     if missing := sorted(info["missing_keys"]):
-        # transformers fills the gaps with noise and says so only in a warning.
+        # transformers fills missing tensors with noise and only warns.
         raise ModelError(f"The weights of {source} lack {len(missing)} tensors, such as {missing[0]}.")
     return model, tokenizer
 
 
 def read_skeleton(source: Path | str, *, trust_remote_code: bool = False, **options: bool) -> Any:
-    """Model and tokenizer as `read_model` finds them, in float32 and without the weights, which mean nothing yet."""
+    """The model and its tokenizer as `read_model` returns them, but in float32 and with uninitialised weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.initialization import no_init_weights
@@ -76,7 +76,7 @@ def _require_causal(name: str, config: Any) -> None:
         raise UnsupportedModel(f"{name} is an encoder-decoder model. Only causal language models are served.")
     if AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {}):
         return
-    # A BERT could be loaded as a causal model too; what the checkpoint was saved as tells the truth.
+    # A BERT could be loaded as a causal model too, so the class that the checkpoint was saved as decides.
     classes = getattr(config, "architectures", None) or []
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     causal = {name for value in known.values() for name in ((value,) if isinstance(value, str) else value)}
@@ -86,7 +86,7 @@ def _require_causal(name: str, config: Any) -> None:
 
 
 def _ask_hub(repo: str) -> None:
-    """Refuse in a sentence what a download of `repo` would fail on."""
+    """Raise an error in one sentence if a download of `repo` would fail."""
     import huggingface_hub.errors as hub
     from huggingface_hub import HfApi
 
@@ -113,7 +113,7 @@ def _ask_hub(repo: str) -> None:
         has_gguf = any(file.endswith(".gguf") for file in files)
         hint = " It holds GGUF files: download one and give its path." if has_gguf else ""
         raise ModelError(f"{repo!r} on the hub is not a transformers model: it has no config.json.{hint}")
-    # transformers would otherwise ask a service to convert the pickle and wait for it.
+    # Otherwise transformers would ask a service to convert the pickle, and wait for it.
     if not any(file.endswith(".safetensors") for file in files):
         raise _pickle_only(repo)
 
@@ -135,7 +135,7 @@ def _pickle_only(name: str) -> ModelError:
 
 @contextlib.contextmanager
 def explained(name: str, source: Path | str) -> Iterator[None]:
-    """Turn what transformers and its libraries raise into one sentence that says what to do."""
+    """Turn errors of transformers and its libraries into one sentence that says what to do."""
     try:
         yield
     except ModelError:

@@ -1,4 +1,4 @@
-"""Where a model runs, and in which numbers it computes."""
+"""The choice of a model's device and dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware computes in it, float32 elsewhere."""
+    """The dtype of that name. `auto` is bfloat16 if the hardware computes in it, else float32."""
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
@@ -32,5 +32,5 @@ def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
 
 
 def _cpu_computes_bfloat16() -> bool:
-    """AMX or AVX512-BF16; elsewhere bfloat16 is emulated and slower than float32."""
+    """Whether the CPU has AMX or AVX512-BF16; without them bfloat16 is emulated and slower than float32."""
     return any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))

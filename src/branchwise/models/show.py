@@ -1,4 +1,4 @@
-"""What a user sees while a model is fetched, converted and loaded: our progress bar, and nobody else's output."""
+"""The output while a model is fetched, converted and loaded: our progress bar, and none of other libraries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show progress: as the caller says, else only to somebody at a terminal."""
+    """Whether to show progress: as the caller says; by default only if stderr is a terminal."""
     return progress if progress is not None else sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def bar(label: str, total: int | None, progress: bool | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, since stdout belongs to results; yields what sets its position."""
+    """A progress bar on stderr, because stdout is for results. Yields a function that sets its position."""
     if not wanted(progress):
         yield lambda position: None
         return
@@ -33,7 +33,7 @@ def bar(label: str, total: int | None, progress: bool | None) -> Iterator[Callab
 
 @contextlib.contextmanager
 def quiet(bars: bool = False) -> Iterator[None]:
-    """Keep transformers and huggingface_hub from writing warnings and, unless wanted, progress bars."""
+    """Keep transformers and huggingface_hub from writing warnings and, unless `bars`, progress bars."""
     logging: Any = importlib.import_module("transformers.utils.logging")
     hub_logging: Any = importlib.import_module("huggingface_hub.utils.logging")
     gguf_utils: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
@@ -46,5 +46,5 @@ def quiet(bars: bool = False) -> Iterator[None]:
             undo.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
         undo.callback(setattr, gguf_utils, "tqdm", gguf_utils.tqdm)
-        gguf_utils.tqdm = lambda things, **_: things  # not one of transformers' own bars: it has no switch
+        gguf_utils.tqdm = lambda things, **_: things  # transformers cannot switch this bar off
         yield

@@ -1,10 +1,10 @@
-"""Functions of our own in C, compiled for the CPU at hand when they are first asked for: a product (`products.c`),
-attention (`attention.c`), what else a decoder layer does between its products (`rows.c`), all of it together
-(`layer.c`), and the most probable tokens of what comes out (`likely.c`).
+"""Our own functions in C, compiled for the present CPU when first needed: matrix products (`products.c`), attention
+(`attention.c`), the operations of a decoder layer between its products (`rows.c`), a whole layer (`layer.c`), and the
+most probable tokens of logits (`likely.c`).
 
-They are a gain and no need: where there is no C compiler, or no OpenMP whose threads could be shared with torch, they
-are not there. What is compiled is not kept: it takes seconds, in which a model is read (`begin`), and a file of it
-would be trusted blindly.
+They are optional: without a C compiler, or without an OpenMP whose threads torch shares, other code takes their place.
+The compiled library is not cached: compiling takes seconds, while a model is read (`begin`), and a cached library would
+have to be trusted blindly.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ FLAGS = (
     *("-shared", "-fPIC", "-Wl,-Bsymbolic"),
 )
 ALIKE = "--param=avoid-fma-max-bits=0"
-"""GCC would round sums otherwise where there is only one of them, for some CPUs; other compilers may not know that"""
+"""Without this option GCC rounds a single sum differently from several, for some CPUs. Other compilers may not have
+it."""
 SECONDS = 60
-"""that a compiler may take"""
+"""the time limit of a compiler"""
 _COMPILING = threading.Lock()
 PANEL = 16
-"""outputs whose weights lie side by side"""
+"""the number of outputs whose weights are interleaved"""
 
 
 @cache
 def float_product() -> Callable[..., None] | None:
-    """Of rows, panels and a place for what is found, of which pointers are given, and then how many rows, inputs and
-    outputs there are; None where there is none."""
+    """The product in float32: a function of pointers to rows, panels and output, then of the numbers of rows, inputs
+    and outputs. None if it is not available."""
     threads = _threads()
     library = _library() if threads else None
     if library is None:
@@ -62,9 +63,9 @@ def float_product() -> Callable[..., None] | None:
 
 @cache
 def byte_product() -> Callable[..., None] | None:
-    """Of rows, places for them in bytes, twice, and for their scales, panels of bytes, scales of outputs, what `zero`
-    makes of each of them, and a place for what is found, of which pointers are given; then how many rows, inputs and
-    outputs there are, how many levels a row has, the least scale and `zero`. None where there is none."""
+    """The product in bytes. Its arguments are pointers to rows, room for twice their bytes, room for their scales,
+    panels of bytes, scales of outputs, what the zero point adds to each output, and output; then the numbers of rows,
+    inputs and outputs, the levels of a row, the least scale, and the zero point. None if it is not available."""
     threads = _threads()
     library = _library() if threads else None
     try:
@@ -79,19 +80,19 @@ def byte_product() -> Callable[..., None] | None:
 
 
 def byte_panels(numbers: Tensor) -> Tensor:
-    """(outputs / 16, inputs / 4, 16, 4): a matrix of bytes (out, in) as it is read, filled up with zeros."""
+    """(outputs / 16, inputs / 4, 16, 4): a matrix of bytes (out, in) in the order in which it is read, zero-padded."""
     filled = functional.pad(numbers, (0, 0, 0, -len(numbers) % PANEL))
     return filled.view(-1, PANEL, filled.shape[1] // 4, 4).transpose(1, 2).contiguous()
 
 
 def panels(weight: Tensor) -> Tensor:
-    """(outputs / 16, inputs, 16): a matrix (out, in) as it is read, filled up with zeros."""
+    """(outputs / 16, inputs, 16): a matrix (out, in) in the order in which it is read, zero-padded."""
     filled = functional.pad(weight, (0, 0, 0, -len(weight) % PANEL))
     return filled.view(-1, PANEL, filled.shape[1]).transpose(1, 2).contiguous()
 
 
 class RowFunctions:
-    """What is computed of rows of float32, each by itself; all tensors are in one piece."""
+    """Functions in C over rows of float32, each computed by itself. All tensors must be contiguous."""
 
     def __init__(self, library: Any, threads: c_void_p) -> None:
         self._threads = threads
@@ -119,7 +120,7 @@ class RowFunctions:
         return out
 
     def gated(self, rows: Tensor) -> Tensor:
-        """(rows, width): silu(gate) * up, which lie side by side in `rows`."""
+        """(rows, width): silu(gate) * up; each row holds gate and then up."""
         count, width = rows.shape[0], rows.shape[1] // 2
         out = rows.new_empty(count, width)
         self._gated(rows.data_ptr(), out.data_ptr(), count, width)
@@ -128,15 +129,15 @@ class RowFunctions:
     def whole_numbers(
         self, rows: Tensor, levels: int, least: float, kind: torch.dtype = torch.float32, zero: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Rows as whole numbers up to so many levels, and the scale (rows, 1) of each. They may be of one byte, in
-        which `zero` stands for zero."""
+        """Rows quantised to integers up to `levels`, and the scale (rows, 1) of each. The integers may be bytes with
+        the zero point `zero`."""
         out, scales = torch.empty_like(rows, dtype=kind), rows.new_empty(len(rows), 1)
         places = (out.data_ptr(), None) if kind == torch.float32 else (None, out.data_ptr())
         self._whole_numbers(rows.data_ptr(), *places, scales.data_ptr(), *rows.shape, levels, least, zero)
         return out, scales
 
     def scaled(self, sums: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
-        """Sums of whole numbers (rows, out) int32, times the scales of their columns and of their rows."""
+        """Integer sums (rows, out) int32, times the scales of their columns and of their rows."""
         out = torch.empty_like(sums, dtype=torch.float32)
         self._scaled(sums.data_ptr(), columns.data_ptr(), rows.data_ptr(), out.data_ptr(), *sums.shape)
         return out
@@ -159,14 +160,14 @@ class RowFunctions:
 
 @cache
 def row_functions() -> RowFunctions | None:
-    """None where there are none."""
+    """The functions over rows; None if they are not available."""
     threads = _threads()
     library = _library() if threads else None
     return RowFunctions(library, threads) if library and threads else None
 
 
 def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The norm of rows (…, width); torch takes several operations for it on a CPU."""
+    """The RMS norm of rows (…, width), in C if possible: torch takes several operations for it on a CPU."""
     functions = row_functions() if rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32 else None
     if functions is None:
         return functional.rms_norm(rows, weight.shape, weight.to(rows.dtype), epsilon)
@@ -175,8 +176,8 @@ def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def begin() -> None:
-    """Compile beside what the caller does, which may end first: whoever asks for a function waits."""
-    if _threads() is not None:  # or nobody will ask
+    """Compile in a thread beside what the caller does. A request for a function waits until it is done."""
+    if _threads() is not None:  # otherwise the functions are not available anyway
         threading.Thread(target=_library, daemon=True, name="compiling").start()
 
 
@@ -201,7 +202,7 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def _threads() -> c_void_p | None:
-    """What runs a function on the threads of torch. A second pool beside them would take turns with it."""
+    """The address of the function that runs work on torch's OpenMP threads: a second pool would compete with them."""
     try:
         maps = Path("/proc/self/maps").read_text()
         path = re.search(r"/\S*/lib[gi]?omp5?\b[^/\s]*\.so\S*", maps)

@@ -1,5 +1,5 @@
-"""What functions in C take of a decoder layer (`layer.c`) and of what comes out of it (`likely.c`): where weights lie,
-and what a pass brings."""
+"""The structures that functions in C take for a decoder layer (`layer.c`) and for its logits (`likely.c`): the
+addresses of weights, and the inputs of a pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 LANES = 16
-"""numbers of a register, at most"""
+"""the most numbers of a register"""
 
 Norm = tuple[Tensor, float]
-"""its weight, and what keeps it from dividing by zero"""
+"""the weight of a norm and its epsilon"""
 
 
 class Turning(ctypes.Structure):
@@ -54,11 +54,12 @@ class Matrix(ctypes.Structure):
 
 
 class InMemory(ABC):
-    """A product whose weights lie as functions in C read them."""
+    """A product whose weights may be in the order in which functions in C read them."""
 
     @abstractmethod
     def matrix(self, bias: Tensor | None) -> Matrix | None:
-        """It, and what is added to what it finds; None if they cannot read it after all. Both are to be kept."""
+        """The structure for this matrix and a bias; None if functions in C cannot read it. The caller must keep this
+        product and the bias alive."""
 
 
 class Layer(ctypes.Structure):
@@ -93,17 +94,17 @@ class Likely(ctypes.Structure):
 
 
 def room_for(rows: int, floats: int, widest: int) -> Tensor:
-    """For so many numbers a row, and for the bytes of rows of products, the widest of which are so wide."""
+    """Scratch space for `floats` numbers a row, and for the quantised rows of products up to `widest` inputs wide."""
     return torch.empty(rows * (floats + widest // 2 + 1) + 1, dtype=torch.float32, device="cpu")
 
 
 class Jobs(NamedTuple):
-    """What layers of one shape hand to functions in a pass."""
+    """The arguments of functions in C that layers of one shape share in a pass."""
 
     turning: Turning
     attention: Attention
     kept: tuple[Tensor, ...]
-    """as long as these may be read"""
+    """the tensors whose addresses the arguments hold; they must stay alive"""
 
 
 def jobs_of(
@@ -124,9 +125,9 @@ def jobs_of(
     scale: float,
     epsilon: float,
 ) -> Jobs:
-    """Filled in but for the places that are those of one layer: of new rows (texts, nodes) with these cosines and
-    sines, which are written to `places` of a cache of so many rows behind prefixes of these lengths, and see at `most`
-    so many rows. All tensors are in one piece."""
+    """The shared arguments, without the addresses that differ by layer. The new rows (texts, nodes), with the rotary
+    cosines and sines `turn`, are written to the rows `places` of a cache with `cached` rows a slot, after prefixes of
+    these `lengths`, and see at most `most` rows. All tensors must be contiguous."""
     (texts, nodes), columns, (cos, sin) = places.shape, seen.shape[2], turn
     room = cos.new_empty(torch.get_num_threads(), 2 * width + most, LANES)
     numbers: dict[str, int] = {
@@ -145,7 +146,7 @@ def jobs_of(
 
 
 class Whole:
-    """All of a layer but what a pass brings, for the function that computes it at once."""
+    """A whole layer for the function in C that computes it in one call: everything except the inputs of a pass."""
 
     def __init__(self, matrices: Sequence[Matrix], input_norm: Norm, norm: Norm) -> None:
         qkv, back, wide, down = self._kept = tuple(matrices)
@@ -157,7 +158,7 @@ class Whole:
         )  # fmt: skip
         floats = 3 * back.size + qkv.size + back.width + wide.size + down.width
         self.room = floats, max(matrix.width for matrix in matrices)
-        """numbers of a row, and of the widest row of a product"""
+        """the scratch numbers of a row, and the width of the widest product: arguments of `room_for`"""
 
     def compute(
         self,
@@ -168,7 +169,8 @@ class Whole:
         jobs: Jobs,
         read: Tensor | None = None,
     ) -> None:
-        """Of a state (…, width), which attends from what it reads, by default from itself; `run` is the one in C."""
+        """Compute the layer with `run`, the function in C, for hidden states `state` (…, width). Queries, keys and
+        values are made from `read`, by default from the state after its norm."""
         job = self.job
         job.state, job.out, job.room = state.data_ptr(), out.data_ptr(), room.data_ptr()
         job.read, job.rows = None if read is None else read.data_ptr(), state.numel() // job.width
@@ -177,7 +179,7 @@ class Whole:
 
 
 def whole_of(parts: Iterable[tuple[object, Tensor | None]]) -> list[Matrix] | None:
-    """The matrices of products and their biases, if functions in C can read all of them."""
+    """The structures of all products with their biases; None if functions in C cannot read one of them."""
     found: list[Matrix] = []
     for product, bias in parts:
         matrix = product.matrix(bias) if isinstance(product, InMemory) else None

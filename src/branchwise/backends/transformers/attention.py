@@ -1,4 +1,4 @@
-"""Attention over a slot's prefix and its tree, and the masks that tell them apart."""
+"""Attention of tree nodes to the prefix and the tree in a slot, and the masks for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Window:
-    """In the place of an attention mask: how many positions back a layer sees, None for all. A class of its own, so
-    that a model that computes with the mask by itself fails at once instead of being wrong."""
+    """What a layer gets instead of an attention mask: the number of positions back that it sees, None for all. It is no
+    tensor, so that a model which computes with its mask fails at once instead of being wrong."""
 
     size: int | None
 
@@ -30,10 +30,10 @@ def tree_mask(
 ) -> Tensor:
     """(batch, 1, nodes, keys) additive mask: 0 where a node sees a key, -inf elsewhere.
 
-    Key rows below `lengths` (batch,) hold the prefix, whose position is their index; the rows behind hold the tree, row
-    i at position length + key_depths[i]. A node at `depths` (batch, nodes) sees the prefix and its `ancestors` (batch,
-    nodes, rows of the tree), within the last `window` positions where the layer has a window. `key_depths` (batch,
-    rows) are those of the nodes themselves where the pass holds the whole tree.
+    Key rows below `lengths` (batch,) hold the prefix; their index is their position. The rows after that hold the tree,
+    row i at position length + key_depths[i]. A node at `depths` (batch, nodes) sees the prefix and its `ancestors`
+    (batch, nodes, rows of the tree), within the last `window` positions if the layer has a window. `key_depths` (batch,
+    rows) defaults to `depths`, for a pass over the whole tree.
     """
     batch, nodes, columns = ancestors.shape
     batch = max(batch, len(depths))
@@ -60,7 +60,7 @@ def attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
         )
-    # Fused kernels know no soft cap, so scores are made in the open. Heads of a group stand side by side.
+    # Fused kernels have no soft cap, so scores are computed explicitly. Heads of a group are adjacent.
     batch, heads, nodes, width = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, nodes, width)
     scores = grouped @ key[:, :, None].transpose(-1, -2)
@@ -75,7 +75,7 @@ def attend(
 
 
 LONG_PREFIX = 1024
-"""rows of a prefix from which on a host attends to it apart from the tree, without a mask"""
+"""the length of a prefix from which on a host attends to it separately from the tree, without a mask"""
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -83,11 +83,12 @@ _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def attend_apart(
     query: Tensor, key: Tensor, value: Tensor, prefixes: Sequence[int], masks: Sequence[Tensor], scale: float
 ) -> Tensor:
-    """(batch, heads, nodes, width) on a host: to the prefix, which every node sees whole, and to the rows behind it,
-    which `masks` tell apart, one for each text: (heads of a group · nodes, rows), as `masks_behind` makes them.
+    """(batch, heads, nodes, width) on a host: attention to the prefix, which every node sees whole, merged with
+    attention to the rows after it, under one mask for each text: (heads of a group · nodes, rows), as `masks_behind`
+    makes them.
 
-    What the two parts find is weighed by their shares of the softmax, which is exact. No mask is as long as the prefix,
-    texts of a batch read no padding, and the heads of a group, side by side, read their keys once.
+    The merge weighs the two outputs by their shares of the softmax, which is exact. So no mask is as long as the
+    prefix, texts of a batch read no padding, and the adjacent heads of a group read their keys once.
     """
     found = torch.empty_like(query)
     for row, (length, mask) in enumerate(zip(prefixes, masks, strict=True)):
@@ -103,8 +104,8 @@ def attend_apart(
 
 
 def masks_behind(prefixes: Sequence[int], seen: Tensor, keys: int, group: int, dtype: torch.dtype) -> list[Tensor]:
-    """Additive masks of the rows behind each prefix, up to row `keys`: `seen` (batch or 1, nodes, rows) says which of
-    them a node sees. They are repeated for every head of a group."""
+    """Additive masks of the rows after each prefix, up to row `keys`, repeated for every head of a group. `seen` (batch
+    or 1, nodes, rows) marks the rows that a node sees."""
     found = []
     for row, length in enumerate(prefixes):
         hidden = ~seen[row if len(seen) > 1 else 0, :, : keys - length]

@@ -1,4 +1,4 @@
-"""Whether trees are scored as the model itself would score them: a comparison at load with its own forward pass."""
+"""A comparison at load: are trees scored as the model's own forward pass would score their paths?"""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 
-EXACT = 1e-3  # the most that a tree may differ from the model's own forward in float32
+EXACT = 1e-3  # the largest relative error of any node in float32
 ROUNDED = 0.1
-"""the same for the median node in lower precision: a wrong mask or position meets most nodes, and changes them more"""
+"""the largest error of the median node in lower precision: a wrong mask or position affects most nodes, and by more"""
 MOST_ROUNDED = 0.3
-"""the same for a model that magnifies rounding so much that `ROUNDED` would be too strict; see `own_rounding`"""
+"""the largest error of the median node in a model that magnifies rounding beyond `ROUNDED`; see `own_rounding`"""
 NUDGES = 4
+"""the number of random roundings that `own_rounding` tries"""
 
 
 def check_against_own_forward(target: Target, runner: ModelRunner) -> None:
-    """Score two small trees in one pass and compare with the model's own forward along their longest paths. Catches
-    what no keyword shows, such as positions that a model takes from the cache instead of from the call."""
+    """Score two small trees in one pass and compare with the model's own forward along their longest paths. That
+    catches what no keyword shows, such as positions that a model takes from the cache instead of from the call."""
     count = target.vocabulary
     first = SequenceState([(11 * i + 5) % count for i in range(3)])
     second = SequenceState([(7 * i + 3) % count for i in range(5)])
@@ -60,9 +61,9 @@ def check_against_own_forward(target: Target, runner: ModelRunner) -> None:
 
 
 def own_rounding(runner: ModelRunner, texts: Tensor, own: Tensor, places: list[tuple[int, int]]) -> float:
-    """How far the model's own logits (batch, length, vocabulary) move, in the median, when its tokens' embeddings are
-    rounded to the next number up or down: some models magnify such a step so much that any two ways to compute them are
-    as far apart. Eager attention is compared with itself, since a faster one may leave something out."""
+    """The median relative change of the model's own logits (batch, length, vocabulary) if the embeddings of its tokens
+    are rounded to the next number up or down. In some models it is so large that any two correct ways to compute them
+    differ as much. Both sides use eager attention, since a faster one may leave something out."""
     if "inputs_embeds" not in inspect.signature(runner.model.forward).parameters:
         return 0.0
     embeddings = runner.model.get_input_embeddings()(texts).detach()
@@ -76,6 +77,6 @@ def own_rounding(runner: ModelRunner, texts: Tensor, own: Tensor, places: list[t
 
 
 def _relative_error(found: Tensor, own: Tensor) -> float:
-    """Between two rows of logits, whose common level means nothing."""
+    """The relative error of one row of logits, up to a constant, which softmax ignores."""
     found, own = (row.float() - row.float().mean() for row in (found, own))
     return float((found - own).norm() / own.norm().clamp_min(1e-9))

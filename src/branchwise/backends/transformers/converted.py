@@ -1,9 +1,9 @@
 """Models in 8 or 4 bits, converted once and kept in the cache with their distance from the model in float32.
 
-    cache/quantised/KEY/weights.safetensors     whole numbers and scales of linear layers; the rest as it was
-    cache/quantised/KEY/branchwise.json         where they come from, their distance, size and digest
+    cache/quantised/KEY/weights.safetensors     integers and scales of linear layers; the rest as it was
+    cache/quantised/KEY/branchwise.json         the source of the weights, their distance, and the digest of the file
 
-A copy whose file is not what was written is thrown away and made again.
+A copy whose file does not match its digest is replaced.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ makes 408. The committee decided on Tuesday that the proposal, which had been di
 sent to all member states before the end of the year. Water boils at 100 degrees Celsius at sea level and at a lower
 temperature in the mountains, because the air pressure there is lower.
 """
-"""on which the distance is measured: prose, code, a recipe, arithmetic, news"""
+"""the text on which the distance is measured: prose, code, a recipe, arithmetic, news"""
 MOST_TOKENS = 256
+"""the most tokens of that text that are used"""
 
 
 def load_converted(
@@ -76,8 +77,8 @@ def load_converted(
     trust_remote_code: bool = False,
     progress: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model `name` in 8 or 4 bits on the CPU, from the cache if it is there. `auto` is 8 bits if a trial finds that
-    they pay on this machine, else `dtype`."""
+    """The model `name` in 8 or 4 bits on the CPU, from the cache if it has a copy. `auto` is 8 bits if a trial finds
+    that they pay on this machine, else `dtype`."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     scheme = "int8" if weights == AUTO else weights
     place = _place(name, scheme, progress)
@@ -104,8 +105,8 @@ def load_converted(
 def convert(
     model: PreTrainedModel, tokenizer: Any, scheme: str, progress: bool | None = None
 ) -> tuple[dict[str, Numbers], dict[str, Tensor]]:
-    """Quantise a model in float32 as it stands, measure how far that takes it, and return what a file must hold: the
-    numbers of linear layers, and everything else."""
+    """Quantise a model in float32 in place and measure its distance. Returns what a file must hold: the quantised
+    matrices of linear layers, and everything else."""
     with bar(f"Converting {type(model).__name__} to {scheme}, once", None, progress):
         text = _tokens(model, tokenizer)
         fingerprint, wanted = weights_fingerprint(model), _logprobs(model, text)
@@ -121,7 +122,7 @@ def convert(
 
 
 def _tokens(model: PreTrainedModel, tokenizer: Any) -> Tensor:
-    """(1, tokens): the text, or without a tokenizer any tokens."""
+    """(1, tokens): the text, or arbitrary tokens if there is no tokenizer."""
     count = int(model.config.get_text_config().vocab_size)
     ids = [(31 * i + 7) % count for i in range(64)] if tokenizer is None else tokenizer(TEXT)["input_ids"]
     return torch.tensor([ids[:MOST_TOKENS]])
@@ -141,11 +142,12 @@ def _mark(model: nn.Module, conversion: Conversion, groups: Sequence[Sequence[st
 
 
 class _Damaged(Exception):
-    """A copy is not what was written."""
+    """A converted copy cannot be used, because its file is damaged or belongs to another model."""
 
 
 def _place(name: str, scheme: str, progress: bool | None) -> Path | None:
-    """Where the converted copy lies or would lie; None for a hub model that is not on this machine yet."""
+    """The folder of the converted copy, whether it exists or not; None for a hub model that is not on this machine
+    yet."""
     source = local_folder(name, progress=progress)
     if source is None:
         return None
@@ -163,7 +165,7 @@ def _read_note(place: Path) -> dict[str, Any] | None:
 
 
 def _here(dtype: torch.dtype) -> str:
-    """What a trial depends on."""
+    """The conditions on which the result of a trial depends."""
     machine = device_name(torch.device("cpu"))
     return f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}, beside {dtype}"
 
@@ -213,7 +215,7 @@ def _write(
 
 
 def _gain(tensors: dict[str, Tensor], dtype: torch.dtype) -> float:
-    """How many times as fast as in floating point products with 8 bits are here."""
+    """How many times as fast as in floating point the products with 8 bits are on this machine."""
     shapes = [(len(tensor), tensor.shape[1]) for name, tensor in tensors.items() if name.endswith(NUMBERS)]
     return tried(shapes, 8, dtype).gain
 

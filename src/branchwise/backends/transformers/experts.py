@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 ACTIVE = "num_experts_per_tok"
-"""of a config: experts that every token is sent to"""
+"""the key of a config that holds the number of experts a token is routed to"""
 INPUTS, OUTPUTS = "gate_up_proj", "down_proj"
-"""of experts: (experts, 2 * inner, width), gate above up, and (experts, width, inner)"""
+"""the names of the matrices of experts: (experts, 2 * inner, width), gate above up, and (experts, width, inner)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +23,10 @@ class ExpertLayer:
     """The experts of one layer."""
 
     name: str
-    """of the module that holds both"""
+    """the name of the module that holds experts and router"""
     experts: nn.Module
     router: nn.Module | None
-    """if it is a plain one: its only weight is (experts, width)"""
+    """the router, if it is plain: a single weight (experts, width) and no buffers; else None"""
 
     @property
     def count(self) -> int:
@@ -34,12 +34,12 @@ class ExpertLayer:
 
     @property
     def rows(self) -> Tensor:
-        """(experts, width): those of the router."""
+        """(experts, width): the rows of the router."""
         assert self.router is not None
         return self.router.get_parameter("weight")
 
     def output(self, expert: int, hidden: Tensor) -> Tensor:
-        """What an expert makes of hidden states (tokens, width)."""
+        """The output of an expert for hidden states (tokens, width)."""
         inputs, outputs = (self.experts.get_parameter(name)[expert] for name in (INPUTS, OUTPUTS))
         gate, up = nn.functional.linear(hidden, inputs).chunk(2, dim=-1)
         activation: nn.Module = self.experts.get_submodule("act_fn")
@@ -60,19 +60,19 @@ def expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
 
 
 def active_experts(config: PreTrainedConfig) -> int | None:
-    """To how many experts of a layer a token is sent, if the config says it."""
+    """The number of experts of a layer that a token is routed to, if the config says it."""
     found = config.get_text_config().to_dict().get(ACTIVE)
     return found if isinstance(found, int) else None
 
 
 def experts_read(count: int, active: int, rows: int) -> float:
-    """How many different experts of a layer a pass over so many rows is expected to read, if rows are sent to any of
-    them alike and independently. Rows of one text are sent to fewer."""
+    """The expected number of different experts of a layer that a pass over this many rows reads, if every row is routed
+    uniformly and independently. Rows of one text share more experts, so they read fewer."""
     return count * (1 - (1 - min(active, count) / count) ** rows)
 
 
 def unread_bytes(model: nn.Module, config: PreTrainedConfig, rows: int) -> int:
-    """The bytes of experts that a pass over so many rows is not expected to read."""
+    """The expected bytes of experts that a pass over this many rows does not read."""
     active = active_experts(config)
     if active is None:
         return 0
@@ -84,8 +84,8 @@ def unread_bytes(model: nn.Module, config: PreTrainedConfig, rows: int) -> int:
 
 @torch.no_grad()
 def distances(layer: ExpertLayer, hidden: Tensor) -> Tensor:
-    """(experts, experts) on the CPU: how far apart the outputs of every two experts are for the same hidden states
-    (tokens, width), from 0 for twins to 1 for experts that have nothing in common."""
+    """(experts, experts) on the CPU: the distance between the outputs of every two experts for the same hidden states
+    (tokens, width), 0 for equal outputs and 1 for orthogonal ones."""
     found = torch.stack([layer.output(expert, hidden).flatten().float() for expert in range(layer.count)])
     squares = found.square().sum(dim=1)
     between = (squares[:, None] + squares - 2 * found @ found.T).clamp_min(0)

@@ -1,13 +1,13 @@
-"""Decoder layers of the usual kind on a CPU, without the small operations between their products.
+"""Decoder layers of the common kind on a CPU, without the small operations between their matrix products.
 
-A pass over few nodes of a small model takes transformers as long between the products as in them: some fifty operations
-a layer, each of which is called, checked and given memory of its own. Here they are a few functions in C
-(`backends/native`), and layers that read the same rows are one product. With weights of few bits, whose products are
-exact, a row gets the same bits in a tree, in a batch and alone. Where all products of a layer are our own, it is one
-function (`layer.c`), and nothing is called in between.
+In a pass over few nodes of a small model, transformers spends as much time between the products as in them: some fifty
+operations a layer, each of which is called, checked and given memory of its own. Here they are a few functions in C
+(`backends/native`), and layers that read the same rows are one product. With quantised weights, whose products are
+exact, a row gets the same bits in a tree, in a batch and alone. If all products of a layer are our own, the layer is
+one call of one function (`layer.c`).
 
-Which layers these are is seen by their parts, and whether they compute what they should by their results: each one is
-compared with the model's own in small passes at load. A layer that has been changed since is the model's again.
+A layer is recognised by its parts, and checked by its results: at load each one is compared with the model's own in
+small passes. A layer that changes after that is computed by the model again.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-"""names of parts: those of Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
+"""the names of the parts in Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
 AGREES = 1e-4
-"""of what a layer adds to a row, within which two ways to compute it are the same"""
+"""the difference, relative to what a layer adds to a row, up to which two ways to compute it agree"""
 
 TRIAL_ROWS = 32
-"""of the cache in which layers are compared"""
+"""the rows of the cache in which layers are compared"""
 
 Product = Callable[[Tensor], Tensor]
 Turn = tuple[Tensor, Tensor]
-"""cosines and sines (batch or 1, nodes, head width) of positions"""
+"""the rotary cosines and sines (batch or 1, nodes, head width) of positions"""
 
 
 def _multiplied(layers: Sequence[nn.Module]) -> tuple[Product, Tensor | None]:
-    """The product with layers that read the same rows, and their biases."""
+    """One product for layers that read the same rows, and their biases side by side."""
     known: list[Tensor | None] = [layer.bias for layer in layers]  # type: ignore[misc]
     biases = [bias.detach() for bias in known if bias is not None]
     if biases and len(biases) < len(layers):
@@ -75,7 +75,7 @@ class Linear:
 
 
 def _norm(module: nn.Module) -> Norm:
-    """Its weight, and what keeps it from dividing by zero."""
+    """The weight of a norm and its epsilon."""
     values: Any = vars(module)
     weight: Any = module.weight
     if not weight.is_contiguous():
@@ -84,10 +84,10 @@ def _norm(module: nn.Module) -> Norm:
 
 
 class HostLayer:
-    """A decoder layer: attention behind a norm, and a gated MLP behind another."""
+    """A decoder layer: a norm and attention, then a norm and a gated MLP."""
 
     def __init__(self, layer: nn.Module, functions: RowFunctions) -> None:
-        """Raises a KeyError, an AttributeError, a TypeError or a ValueError if it is of another kind."""
+        """Raises a KeyError, an AttributeError, a TypeError or a ValueError if the layer is of another kind."""
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
         names = {name for name, _ in attention.named_children()}
@@ -128,7 +128,7 @@ class HostLayer:
         return self._seal.whole
 
     def __call__(self, hidden: Tensor, cache: KVCache, current: HostPass, turn: Turn, window: int | None) -> Tensor:
-        """Of rows that `fits` has seen."""
+        """The output for hidden states that `fits` has approved."""
         functions = self._functions
         if self._whole is None and (matrices := whole_of(self._parts)):
             self._whole = Whole(matrices, self._input_norm, self._norm)
@@ -138,7 +138,7 @@ class HostLayer:
         mixed = self._qkv(functions.add_norm(state, None, *self._input_norm))
         keys, values = cache.layers_keys[self._number], cache.layers_values[self._number]
         jobs = self._jobs(current, turn, window, keys, values)
-        # Queries and keys are brought to their positions, keys and values to the cache.
+        # Rotate queries and keys to their positions, and write keys and values to the cache.
         jobs.turning.given = mixed.data_ptr()
         functions.turn(jobs.turning)
         found = mixed.new_empty(mixed.shape[0], self._heads * self._width)
@@ -159,13 +159,14 @@ class HostLayer:
         return out
 
     def fits(self, hidden: Tensor, cache: KVCache, turn: Turn) -> bool:
-        """Whether these are numbers of which functions in C may be given the addresses."""
+        """Whether functions in C can read these tensors: float32 on the CPU, of the expected width."""
         tensors = hidden, cache.layers_keys[self._number], *turn
         plain = all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
         return plain and turn[0].shape[-1] == turn[1].shape[-1] == self._width
 
     def _jobs(self, current: HostPass, turn: Turn, window: int | None, keys: Tensor, values: Tensor) -> Jobs:
-        """For this layer's part of the cache; to be filled in are queries, and what is found."""
+        """The arguments of the functions in C for this layer's part of the cache. The caller adds the addresses of
+        queries and output."""
         jobs = self._shared_jobs(current, turn, window, keys.shape[2])
         if self._head_norms:
             jobs.turning.query_norm, jobs.turning.key_norm = (norm.data_ptr() for norm in self._head_norms)
@@ -187,8 +188,8 @@ class HostLayer:
 
 
 class Seal:
-    """Whether a layer is what it was: the same parts, with the same weights, and nobody who watches them. It is looked
-    at in every pass, so where to look is written down."""
+    """Tells whether a layer is unchanged: the same parts with the same weights, and no hooks on them. It is asked in
+    every pass, so the places to check are collected once."""
 
     def __init__(self, layer: nn.Module) -> None:
         inside = [*layer.modules()][1:]
@@ -213,12 +214,12 @@ class Seal:
 
 
 class HostLayers:
-    """The layers of a model that are computed here; as a context it lends them to the model."""
+    """The layers of a model that are computed here. Inside the context that a call returns, the model uses them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = dict(recognised(model))
         self.complete = False
-        """whether they are all decoder layers there are, so that no attention is computed elsewhere"""
+        """whether these are all decoder layers of the model, so that no attention is computed elsewhere"""
         self._quantised = any(isinstance(module, QuantizedLinear) for module in model.modules())
 
     def __bool__(self) -> bool:
@@ -226,7 +227,7 @@ class HostLayers:
 
     @property
     def stacks(self) -> list[Stack]:
-        """Those whose weights are still to be packed."""
+        """The products whose weights are still to be packed."""
         return [one for layer in self.layers.values() for one in layer.products if isinstance(one, Stack)]
 
     @property
@@ -245,7 +246,7 @@ class HostLayers:
             run(KVCache(layout, 2, TRIAL_ROWS, torch.float32, torch.device("cpu")))
         self.layers = {layer: own for layer, own in self.layers.items() if layer in agreed - refused}
         if self._quantised and len(self.layers) < len(layout.keys):
-            self.layers = {}  # keys and values are kept in one precision, which other layers need to be another one
+            self.layers = {}  # the model's own layers need a cache in another precision, and all layers share one
         self.complete = len(self.layers) == len(layout.keys)
         log.info("%d of %d layers are computed in few calls.", len(self.layers), len(layout.keys))
 
@@ -253,7 +254,7 @@ class HostLayers:
     def _lent(self, forward: Callable[..., Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as undo:
             for layer in layers:
-                if "forward" not in vars(layer):  # or somebody else wants to be in between
+                if "forward" not in vars(layer):  # else another library has replaced it
                     layer.__dict__["forward"] = partial(forward, layer)
                     undo.callback(layer.__dict__.pop, "forward", None)
             yield
@@ -272,8 +273,8 @@ class HostLayers:
         position_embeddings: Turn | None = None,
         **kwargs: Any,
     ) -> Tensor | None:
-        """What a layer finds, computed here; None if it is not to be: in passes over many rows a library is faster, and
-        layers of few bits alone are promised to give the same bits in all."""
+        """The output of a layer, computed here; None if the model must compute it. In passes over many rows the library
+        is faster, so only quantised layers, which must give the same bits in all passes, are computed here then."""
         cache, own = past_key_values, self.layers[layer]
         if not isinstance(cache, KVCache) or position_embeddings is None or not isinstance(attention_mask, Window):
             return None
@@ -299,12 +300,13 @@ class HostLayers:
 
     def _agree(self, found: Tensor, own: Tensor) -> bool:
         farther = (found - own).norm(dim=-1) / found.norm(dim=-1)
-        # Of few rows of 8 bits one is rounded to the next level somewhere, half a percent off.
+        # With 8 bits a number of some row may be rounded to the next level, which is half a percent off.
         return bool((farther.median() if self._quantised else farther.max()) <= AGREES)
 
 
 def recognised(model: nn.Module) -> Iterator[tuple[nn.Module, HostLayer]]:
-    """Decoder layers that look as if they were of the usual kind, in float32 on a CPU where there is a compiler."""
+    """Decoder layers whose parts are those of the common kind, if they are in float32 on a CPU and a C compiler
+    exists."""
     parameters = list(model.parameters())
     if any(one.dtype != torch.float32 or one.device.type != "cpu" or one.is_inference() for one in parameters):
         return

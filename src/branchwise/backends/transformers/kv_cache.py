@@ -1,8 +1,8 @@
-"""The KV cache: one preallocated place for the keys and values of all running sequences.
+"""The KV cache: preallocated memory for the keys and values of all running sequences.
 
-A slot holds the rows of one sequence: its committed tokens from row 0 on, and behind them, during a pass, the nodes of
-its tree. Who has which slot is in `slots.py`. There is one tensor per shape of keys or values, since shapes can differ
-by layer.
+A slot holds the rows of one sequence: its committed tokens from row 0 on, and after them, during a pass, the nodes of
+its tree. `slots.py` assigns slots to sequences. Shapes of keys and values can differ by layer; the cache has one tensor
+per shape.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class PartialTree:
-    """The rows of growing trees that earlier passes left behind the committed ones."""
+    """The rows of growing trees that earlier passes have written after the committed rows."""
 
     rows: list[int]  # how many, for each sequence
     depths: NDArray[np.int64]  # (batch, columns): of every row of the trees, those of the coming pass included
@@ -52,23 +52,23 @@ class PartialTree:
 
 @dataclass(frozen=True, eq=False)
 class HostPass:
-    """What a pass reads and writes, for functions that take addresses: all numbers in one piece."""
+    """The inputs of a pass for functions in C, which take addresses: all tensors are contiguous."""
 
     slots: Tensor
     lengths: Tensor
-    """of the prefixes, (batch,)"""
+    """(batch,): the lengths of the prefixes"""
     rows: Tensor
-    """of the cache that the nodes are written to, (batch, nodes)"""
+    """(batch, nodes): the rows of the cache that the nodes are written to"""
     depths: Tensor
-    """(batch, nodes)"""
+    """(batch, nodes): the depths of the nodes"""
     column_depths: Tensor
-    """(batch, columns): of all rows of the trees"""
+    """(batch, columns): the depths of all rows of the trees"""
     seen: Tensor
     """(batch or 1, nodes, columns): the rows of a tree that each node sees"""
     most: int
-    """rows that a node may see"""
+    """the most rows that a node may see"""
     jobs: dict[Any, Any] = field(default_factory=dict)
-    """what layers of one shape hand to these functions"""
+    """the arguments that layers of one shape share in this pass"""
 
 
 class Pass:
@@ -95,7 +95,7 @@ class Pass:
         self.depths = depths
         self.ancestors = ancestors
         self.written = written
-        # From an empty prefix a chain is plain causal attention, for which there are kernels without a mask.
+        # After an empty prefix a chain is plain causal attention, which has kernels without a mask.
         self.causal = ancestors is None and max(lengths) == 0 and nodes > 1
         self._all_seen = nodes == 1 and min(lengths) == max(lengths) and not any(before)
         self._masks: dict[int | None, Tensor] = {}
@@ -105,7 +105,7 @@ class Pass:
 
     @cached_property
     def on_host(self) -> HostPass:
-        """The same for functions in C."""
+        """The inputs of this pass for functions in C."""
         seen = self._seen_behind().contiguous()
         depths = self.depths.contiguous()
         columns = torch.from_numpy(self.written.depths).contiguous() if self.written else depths
@@ -127,7 +127,7 @@ class Pass:
         return self._masks[window], False
 
     def _seen_behind(self) -> Tensor:
-        """(batch or 1, nodes, rows of a tree): the rows behind the prefix that each node sees."""
+        """(batch or 1, nodes, rows of a tree): the rows after the prefix that each node sees."""
         if self.ancestors is not None:
             return self.ancestors
         nodes = self.depths.shape[1]
@@ -143,7 +143,7 @@ class Pass:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
     ) -> Tensor:
-        """(batch, nodes, heads, width): what the nodes find among the rows that `write` returned."""
+        """(batch, nodes, heads, width): attention of the nodes to the rows that `write` returned."""
         whole = softcap is None and (window is None or window >= self.keys)
         if self._prefixes is not None and whole and keys.shape[3] == values.shape[3]:
             group = query.shape[1] // keys.shape[1]
@@ -157,11 +157,12 @@ class Pass:
 
 
 class RowsPass(Pass):
-    """A pass over rows that are there already, in layers that have not seen them: any rows, not only the last."""
+    """A pass over tokens whose rows exist already, in layers that have not computed them yet. They may be any rows, not
+    only the last."""
 
     def __init__(self, slots: list[int], rows: Tensor, seen: Tensor, positions: Tensor, key_positions: Tensor) -> None:
-        """`rows` and `positions` (batch, nodes); `seen` (batch, nodes, keys) marks the rows that each attends to, its
-        own included, and `key_positions` (batch, keys) are those of these."""
+        """`rows` and `positions` (batch, nodes); `seen` (batch, nodes, keys) marks the rows that each node attends to,
+        its own included; `key_positions` (batch, keys) are the positions of those rows."""
         self.keys = seen.shape[2]
         self.rows, self.depths, self._seen, self._key_positions = rows, positions, seen, key_positions
         self.slot_column = torch.tensor(slots, device=rows.device)[:, None]
@@ -180,8 +181,8 @@ class RowsPass(Pass):
 
 
 class BlankCache(Cache):
-    """A cache that knows of no positions. transformers asks for them, but positions are always given and masks are made
-    here, so the answers decide nothing; a model that uses them all the same fails the probe at load."""
+    """A cache that answers transformers' questions about lengths as if it were empty. We pass positions and make masks
+    ourselves, so the answers do not matter; a model that uses them anyway fails the probe at load."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -210,7 +211,7 @@ class KVCache(BlankCache, Slots):
         by_kernels: bool = False,
         record: bool = True,
     ) -> None:
-        """`by_kernels` moves rows with a kernel for all layers, and may `record` that."""
+        """`by_kernels`: a kernel moves the rows of all layers at once. `record`: that launch may be recorded."""
         super().__init__()
         self.by_kernels = by_kernels
         self._device = device
@@ -221,14 +222,14 @@ class KVCache(BlankCache, Slots):
         tensors = list(self._tensors.values())
         Slots.__init__(self, tensors, slots, rows)
         self.move = GraphedFunction(move, device, tensors, still=nowhere, capture=by_kernels and record)
-        """moves the rows of accepted paths, (batch, steps) padded with -1, by kernels; `keep` counts them afterwards"""
-        self._moves: dict[tuple[int, int], PinnedBuffer] = {}  # by the most sequences and steps that they hold
+        """moves the rows of accepted paths, (batch, steps) padded with -1, by kernels; `keep` counts them later"""
+        self._moves: dict[tuple[int, int], PinnedBuffer] = {}  # (sequences, steps) that a buffer holds -> buffer
         self.current: Pass | PassTensors | None = None
 
     def _allocated(
         self, kind: str, shapes: tuple[Shape, ...], slots: int, rows: int, dtype: torch.dtype
     ) -> list[Tensor]:
-        """(slots, heads, rows, width) of every layer: its part of the one tensor for its shape."""
+        """(slots, heads, rows, width) for every layer: a view of the tensor for its shape."""
         for heads, width in dict.fromkeys(shapes):
             size = (shapes.count((heads, width)), slots, heads, rows, width)
             self._tensors[kind, (heads, width)] = zeros(size, dtype, self._device)
@@ -243,7 +244,7 @@ class KVCache(BlankCache, Slots):
         ancestors: Tensor | None,
         written: PartialTree | None = None,
     ) -> Pass:
-        """Make ready for a pass over these sequences; see `Pass` for the rest."""
+        """Begin a pass over these sequences; `Pass` explains the other arguments."""
         slots, lengths = self._seats(sequences)
         self.current = Pass(slots, lengths, depths, ancestors, written)
         self._touch(slots, [self.current.keys] * len(slots), self.current.keys)
@@ -252,15 +253,15 @@ class KVCache(BlankCache, Slots):
     def revisit(
         self, sequences: Sequence[SequenceState], rows: Tensor, seen: Tensor, positions: Tensor, key_positions: Tensor
     ) -> RowsPass:
-        """Make ready for a pass over rows of these sequences that earlier passes wrote; see `RowsPass`."""
+        """Begin a pass over rows of these sequences that earlier passes wrote; see `RowsPass`."""
         slots, _ = self._seats(sequences)
         self.current = found = RowsPass(slots, rows, seen, positions, key_positions)
         self._touch(slots, [found.keys] * len(slots), found.keys)
         return found
 
     def beside(self, count: int, width: int) -> Tensor:
-        """(count, slots, rows, width): numbers that lie beside the rows and go wherever these go; not where kernels
-        move them."""
+        """(count, slots, rows, width): extra numbers for every row of the cache, which move with the rows. Not for a
+        cache that kernels move."""
         assert not self.by_kernels, "kernels move what they were given at first"
         tensor = zeros((count, self.slots, 1, self.rows, width), self.layers_keys[0].dtype, self._device)
         self._tensors["beside", (len(self._tensors), width)] = tensor
@@ -274,8 +275,8 @@ class KVCache(BlankCache, Slots):
     def seat(
         self, sequences: Sequence[SequenceState], written: Sequence[int], nodes: int, padded: int
     ) -> tuple[list[int], list[int]]:
-        """Slots and lengths of these sequences, for a pass over so many nodes after the rows that are `written`. Padded
-        it has more nodes; what those write behind the tree means nothing."""
+        """Slots and lengths of these sequences, for a pass over `nodes` nodes after the tree rows already `written`.
+        The `padded` pass has more nodes and writes meaningless rows after the tree."""
         slots, lengths = self._seats(sequences)
         starts = [length + rows for length, rows in zip(lengths, written, strict=True)]
         self._touch(slots, [start + padded for start in starts], max(starts) + nodes)
@@ -284,7 +285,7 @@ class KVCache(BlankCache, Slots):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the nodes of this pass, (batch, heads, nodes, width), and return all rows that it may read."""
+        """Write the nodes of this pass, (batch, heads, nodes, width), to a layer; returns all rows that it may read."""
         assert self.current is not None, "a model ran on the cache outside a pass"
         return self.current.write(self.layers_keys[layer_idx], self.layers_values[layer_idx], key_states, value_states)
 
@@ -323,7 +324,8 @@ class KVCache(BlankCache, Slots):
     def _packed(
         self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same numbers on the device, by one copy to a fixed place: (batch,), (batch,) and (batch, steps)."""
+        """Slots, lengths and paths on the device, by one copy to a fixed address: (batch,), (batch,), (batch,
+        steps)."""
         batch, steps = size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
         if size not in self._moves:
             self._moves[size] = PinnedBuffer(batch * (2 + steps), self._device, fill=-1)
@@ -342,14 +344,15 @@ class KVCache(BlankCache, Slots):
 
 
 def side_by_side(slots: list[int]) -> slice | None:
-    """Neighbouring slots in order as a slice, which reads without a copy; None for others."""
+    """Adjacent slots in order as a slice, which reads without a copy; None for other slots."""
     if not slots or slots != list(range(slots[0], slots[0] + len(slots))):
         return None
     return slice(slots[0], slots[0] + len(slots))
 
 
 def move(*inputs: Tensor) -> None:
-    """Move rows in all tensors of a cache, all layers of each in one launch; the last three inputs say which."""
+    """Move rows in all tensors of a cache, with one launch for all layers of a tensor. The last three inputs are slots,
+    lengths and paths."""
     from branchwise.cuda import kernels
 
     *tensors, slots, lengths, paths = inputs
@@ -360,7 +363,8 @@ def move(*inputs: Tensor) -> None:
 
 @contextmanager
 def nowhere(slots: Tensor, lengths: Tensor, paths: Tensor) -> Iterator[None]:
-    """Name no slot meanwhile: what moves twice is lost."""
+    """Set all slots to -1 meanwhile, because a recording runs its function several times and rows must not move
+    twice."""
     with restored(slots):
         slots.fill_(-1)
         yield
@@ -377,8 +381,8 @@ def batch_ancestors(batch: TreeBatch, device: torch.device) -> Tensor:
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that cost no memory on the CPU until they are touched: a cache is mostly rows that nobody reaches. Rows
-    must not start as garbage: a masked key still meets the softmax, and NaN times zero is NaN."""
+    """Zeros that cost no memory on the CPU until they are written: most rows of a cache are never used. Rows must not
+    start as garbage: attention multiplies masked values by zero, and NaN times zero is NaN."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     flat = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)

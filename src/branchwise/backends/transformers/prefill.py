@@ -1,7 +1,7 @@
-"""Prompts as chains in the pass of the largest trees, several at once.
+"""Prefill by recorded passes: prompts are scored as chains, several in one pass.
 
-No graph is recorded anew for another length, or for another number of prompts: a pass over a few thousand rows of a
-small model takes hardly longer than one over a hundred, so passes are padded.
+Passes are padded, so that prompts of any length and number need only a few graphs: a pass over a few thousand rows of a
+small model takes hardly longer than a pass over a hundred.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONG_PROMPT = 2048
 """longer prompts are prefilled eagerly, in larger chunks: their kernels run longer than it takes to launch them"""
 PREFILL_NODES = 64  # a pass over fewer nodes is too small to prefill with
 BATCHES = (1, 4, 16)
-"""prompts that are written in one pass"""
+"""the sizes to which the number of prompts in a pass is padded"""
 
 Write = Callable[[Sequence[SequenceState], NDArray[np.int64], TreeLayout], Scored]
 """a recorded pass over chains of tokens (batch, nodes); there may be fewer sequences than chains"""
@@ -33,12 +33,12 @@ Write = Callable[[Sequence[SequenceState], NDArray[np.int64], TreeLayout], Score
 class RecordedPrefill:
     store: KVCache
     nodes: int
-    """tokens of one prompt that a pass writes"""
+    """the number of tokens of one prompt that a pass writes"""
     write: Write
     nothing: Callable[[], Prefill]
-    """what is found for no tokens"""
+    """a function that returns the prefill of no tokens"""
     eagerly: Callable[[Sequence[Chunk]], list[Prefill]]
-    """writes chunks of long prompts"""
+    """a function that prefills chunks of long prompts without a graph"""
 
     def __call__(self, chunks: Sequence[Chunk]) -> list[Prefill]:
         long = [self._is_long(chunk) for chunk in chunks]
@@ -65,7 +65,7 @@ class RecordedPrefill:
         return [Prefill.joined(some) for some in parts]
 
     def _together(self, chunks: Sequence[Chunk]) -> list[Prefill]:
-        """One pass over chunks of at most so many tokens as there are nodes."""
+        """One pass over chunks of at most `nodes` tokens."""
         ends = [len(chunk.tokens) for chunk in chunks]
         if not any(ends):
             return [self.nothing() for _ in chunks]
@@ -76,7 +76,7 @@ class RecordedPrefill:
             padded[row, : ends[row]] = chunk.tokens
         layout = lay_out(tuple(map(chain_topology, lengths)), self.nodes)
         found = self.write([chunk.sequence for chunk in chunks], padded, layout)
-        # The next pass overwrites what this one found. Of all prompts at once: launches take longer than copies.
+        # The next pass overwrites this output. One clone for all prompts: launches take longer than copies.
         hidden = {layer: states.clone() for layer, states in found.hidden.items()}
         parts = []
         for row, ((sequence, _, keep), end) in enumerate(zip(chunks, ends, strict=True)):

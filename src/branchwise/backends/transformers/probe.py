@@ -1,8 +1,8 @@
-"""What is checked before a model may serve as a target, and how long a context it may serve.
+"""The checks before a model may serve as a target, and the length of the context that it may serve.
 
-A model class is served because of what it does, not because of its name: one small pass shows whether every layer's
-attention comes through us, with which keywords and which masks; then (`check.py`) trees are compared with the model's
-own forward pass. What cannot be exact is refused with a sentence, before any text is written.
+A model class is served because of what it does, not because of its name. One small pass shows whether the attention of
+every layer goes through our hook, and with which keywords and masks; then (`check.py`) trees are compared with the
+model's own forward pass. A model that cannot be exact is refused with a sentence, before any text is generated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INERT_KEYWORDS = {
     "position_ids",
     "use_cache",
 }
-"""keywords that some families pass along to attention and that change nothing in it"""
+"""keywords that some model families pass to attention and that change nothing in it"""
 
 PROBE_TOKENS = 4
 
@@ -38,7 +38,7 @@ def refusal(name: str, reason: str) -> UnsupportedModel:
 
 
 class Probe(BlankCache):
-    """Stands in for the KV cache in one small pass, and learns the layout of keys and values from it."""
+    """Stands in for the KV cache in one small pass, and records the layout of keys and values."""
 
     def __init__(self, name: str, config: PreTrainedConfig, device: torch.device) -> None:
         super().__init__()
@@ -74,7 +74,8 @@ class Probe(BlankCache):
         return Layout(keys, values)
 
     def see_mask(self, mask_function: Callable[..., Tensor], window: int | None, use_vmap: bool) -> None:
-        """Ask the mask itself what it shows around its borders, and refuse any that is not causal with a window."""
+        """Evaluate the mask function around its borders, and refuse it unless it is causal, with or without a
+        window."""
         size = window or PROBE_TOKENS
         queries = torch.tensor([0, 1, size - 1, size, size + 1, 3 * size + 1])[:, None]
         keys = (queries + torch.tensor([-2 * size, -size - 1, -size, -size + 1, -1, 0, 1, size])).clamp_min(0)

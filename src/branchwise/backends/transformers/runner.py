@@ -1,7 +1,7 @@
 """Forward passes of a transformers model with our attention, over trees and over prompts.
 
-The model class stays as it is. Its attention and its masks are routed to us (`AttentionHook`), its keys and values
-through `Cache`. Outside a pass the model is left exactly as it was found.
+The model class is not changed. Its attention and its masks go through our hook (`AttentionHook`), its keys and values
+through `Cache`. Outside a pass the model is exactly as it was.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from branchwise.errors import UsageError
 from branchwise.registry import nearest
 
 SMALL = 8
-"""positions of small passes, at most"""
-PADDING_SHARE = 1.25  # prompts share a pass if padding makes it at most so many times as large
+"""the most positions of the small passes that check layers"""
+PADDING_SHARE = 1.25  # prompts share a pass if padding makes it at most this many times as large
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 _forms: weakref.WeakKeyDictionary[PreTrainedModel, HostForm] = weakref.WeakKeyDictionary()
-"""packed weights are a copy, of which targets that share a model need one"""
+"""model -> its form on a host: packed weights are a copy, so targets that share a model share them too"""
 _names = (f"branchwise-{number}" for number in itertools.count())
 
 
 def _turn(model: PreTrainedModel) -> threading.RLock:
-    """Targets that share a model take turns."""
+    """The lock of a model: targets that share it take turns."""
     return _turns.setdefault(model, threading.RLock())
 
 
 class AttentionHook:
-    """The attention and mask functions of one target, registered with transformers under a name of their own: nothing
-    can travel through the forward call, because some families drop keywords that they do not know."""
+    """The attention and mask functions of one target, registered with transformers under a unique name. They cannot be
+    arguments of the forward call, because some model families drop keywords that they do not know."""
 
     def __init__(self) -> None:
         self.name = next(_names)
@@ -73,7 +73,7 @@ class AttentionHook:
         use_vmap: bool = False,
         **kwargs: Any,
     ) -> Window:
-        """What the model passes to each layer as its mask: no tensor, just the layer's window."""
+        """The object that the model passes to each layer as its mask: no tensor, just the layer's window."""
         if isinstance(self.store, Probe):
             self.store.see_mask(mask_function, local_size, use_vmap)
         return Window(local_size)
@@ -113,7 +113,7 @@ class HostForm:
 
 
 class ModelRunner:
-    """A model, the hook into its attention, and the layers that are watched."""
+    """A model, the hook into its attention, and the layers whose outputs its passes return."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -149,20 +149,20 @@ class ModelRunner:
         return logits, hidden
 
     def prefill(self, store: KVCache, chunks: Sequence[Chunk]) -> list[Prefill]:
-        """What is found for the chunks of prompts, several of about the same length in one pass."""
+        """Prefill the chunks of prompts, several of about the same length in one pass."""
         return [found for group in grouped(chunks, store) for found in self._prefill(store, group)]
 
     def _prefill(self, store: KVCache, chunks: Sequence[Chunk]) -> list[Prefill]:
-        """One pass over all chunks, padded to the longest; padding is overwritten by whatever comes next."""
+        """One pass over all chunks, padded to the longest; the next rows overwrite those of the padding."""
         device, longest = self.model.device, max(len(chunk.tokens) for chunk in chunks)
         if not longest:
             return [self.nothing_written() for _ in chunks]
         steps = torch.arange(longest, device=device).expand(len(chunks), -1)
         current = store.begin([chunk.sequence for chunk in chunks], steps, None)
         ids = [[*chunk.tokens, *[0] * (longest - len(chunk.tokens))] for chunk in chunks]
-        # The head over a whole prompt is not cheap: only rows from the first wanted one on.
+        # Logits of a whole prompt are expensive, so compute them from the first needed row on.
         keep = max(longest - len(chunk.tokens) + max(chunk.keep, 1) for chunk in chunks)
-        # Without cuDNN, which makes a new plan, for longer than the pass takes, for every length of a prompt.
+        # Without cuDNN: for every new length of a prompt it makes a plan, which takes longer than the pass.
         ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(ways) if device.type == "cuda" else nullcontext():
             positions = current.lengths[:, None] + steps
@@ -170,7 +170,7 @@ class ModelRunner:
         found = []
         for row, (sequence, tokens, keep) in enumerate(chunks):
             store.advance(sequence, len(tokens))
-            end = logits.shape[1] - (longest - len(tokens))  # some models return all rows, whatever is to be kept
+            end = logits.shape[1] - (longest - len(tokens))  # some models return all rows, whatever `keep` is
             states = {layer: layer_states[row, : len(tokens)] for layer, layer_states in hidden.items()}
             found.append(Prefill(logits[row, end - keep : end], states))
         return found
@@ -182,9 +182,9 @@ class ModelRunner:
         return Prefill(logits, dict.fromkeys(self.hidden_layers, state))
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """(batch, length, vocabulary): what the model itself finds after every token, without anything of ours. Tokens
-        are ids (batch, length), or in their place embeddings (batch, length, width). Eager attention is the reference,
-        because faster ones of transformers have dropped soft caps in silence."""
+        """(batch, length, vocabulary): the logits of the model's own forward after every token, without any of our
+        code. `tokens` are ids (batch, length), or embeddings (batch, length, width) instead. Eager attention is the
+        reference, because faster implementations in transformers have silently dropped soft caps."""
         given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens}
         with torch.inference_mode(), self.attending("eager"):
             logits: Tensor = self.model(**given, use_cache=False).logits
@@ -199,7 +199,8 @@ class ModelRunner:
             self.hook.store = None
 
     def settle(self, layout: Layout) -> None:
-        """Let the model compute on a host in the form in which it is fastest there, if that finds the same."""
+        """Let the model compute on a host in its fastest form, with packed weights and the layers of `host_layers.py`
+        that agree with its own."""
         with _turn(self.model):
             known = _forms.get(self.model)
             if known is None or not known.layers.unchanged:
@@ -211,11 +212,12 @@ class ModelRunner:
 
     @property
     def settled_layers(self) -> bool:
-        """Whether all layers are those of `host_layers.py`, which need no second precision to give the same bits."""
+        """Whether all layers are those of `host_layers.py`, which give the same bits in all passes without a cache of
+        higher precision."""
         return self._form is not None and self._form.layers.complete
 
     def _small_passes(self, store: KVCache) -> None:
-        """A chain and small trees behind some of its tokens, at the first and at the last positions that there are."""
+        """Passes over a chain and over small trees after it, at the first and at the last positions of the context."""
         texts = [SequenceState([number]) for number in range(2)]
         tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
         last = context_limit(self.model.config) - SMALL
@@ -237,14 +239,14 @@ class ModelRunner:
             self.hook.store = None
 
     def fingerprint(self, tokenizer: Any) -> str:
-        """What a model with its tokenizer is known by: its shape and its vocabulary."""
+        """A digest of the model's shape and the vocabulary of its tokenizer."""
         config = self.model.config.get_text_config()
         spelled = sorted(tokenizer.get_vocab().items()) if tokenizer is not None else []
         shape = [config.model_type, config.hidden_size, config.num_hidden_layers, self.vocabulary]
         return hashlib.sha256(json.dumps([shape, spelled]).encode()).hexdigest()[:16]
 
     def layer_names(self, count: int) -> tuple[str, ...]:
-        """The modules of the decoder layers, first layer first, and of the norm that follows them."""
+        """The names of the decoder layers, first layer first, and of the norms after them."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 prefix = name.rpartition(".")[0]
@@ -255,8 +257,8 @@ class ModelRunner:
 
     @contextmanager
     def attending(self, name: str) -> Iterator[None]:
-        """Let the model's attention go through a registered implementation for one pass. Which one it uses is a
-        property of the model, so targets that share a model take turns."""
+        """Let the model use a registered attention implementation for one pass. The choice is a property of the model,
+        so targets that share a model take turns."""
         with _turn(self.model):
             found = [config._attn_implementation_internal for config in self._configs]
             for config in self._configs:
@@ -269,7 +271,7 @@ class ModelRunner:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Let the model, or parts of it, make a pass here."""
+        """A context for a pass of the model, or of parts of it, with our attention and its form on a host."""
         with torch.inference_mode(), self.attending(self.hook.name), self._form() if self._form else nullcontext():
             yield
 
@@ -287,7 +289,7 @@ class ModelRunner:
 
 
 def grouped(chunks: Sequence[Chunk], store: KVCache) -> list[list[Chunk]]:
-    """The chunks in order, neighbours together as long as little of their pass is padding and it fits the cache."""
+    """The chunks in order, in groups of neighbours: a group has little padding and fits the cache."""
     groups: list[list[Chunk]] = []
     for chunk in chunks:
         group = [*groups[-1], chunk] if groups else [chunk]
@@ -302,8 +304,9 @@ def grouped(chunks: Sequence[Chunk], store: KVCache) -> list[list[Chunk]]:
 
 
 def bytes_read(model: PreTrainedModel, rows: int | None = None, nodes: int = 1) -> int:
-    """The bytes that a pass over so many nodes reads: all weights but the embeddings, of which it looks up a few rows,
-    and the experts that no node is sent to, with so many rows of the head, by default all."""
+    """The bytes that a pass over this many nodes reads: all weights except the input embeddings, of which it looks up a
+    few rows, and the experts that no node is routed to. Of the output embeddings it reads `rows` rows, by default
+    all."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     apart = {id(embeddings.weight)} | ({id(head.weight)} if head is not None else set())
     body = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in apart)
@@ -316,7 +319,7 @@ def bytes_read(model: PreTrainedModel, rows: int | None = None, nodes: int = 1) 
 
 
 def embedding_rows(model: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
-    """The rows of the input and of the output embeddings, where both are plain matrices."""
+    """The matrices of the input and of the output embeddings, if both are plain; else None."""
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     plain = nn.Embedding | nn.Linear | QuantizedLinear
     given, found = (layer.weight if isinstance(layer, plain) else None for layer in layers)

@@ -1,4 +1,4 @@
-"""The sequences of a target whose keys and values lie in slots: how they come, follow each other and go."""
+"""The part of a target that opens, forks, retires and closes sequences whose keys and values lie in slots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SlottedTarget(PipelinedTarget):
     runner: ModelRunner
 
     def __init__(self) -> None:
-        self._prefills: dict[SequenceState, Prefill] = {}  # of sequences that were opened whole, for their forks
-        self._passes = 0  # passes, and changes of slots: whatever makes the results of an enqueued pass worthless
+        self._prefills: dict[SequenceState, Prefill] = {}  # of sequences opened by `open`, for their forks
+        self._passes = 0  # counts passes and changes of slots: either invalidates the results of an enqueued pass
 
     @property
     def free_slots(self) -> int:

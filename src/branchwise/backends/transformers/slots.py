@@ -1,8 +1,8 @@
 """Which sequence has which slot of a KV cache, and how many rows of it.
 
-Running sequences occupy the first slots (the last moves into a gap), so that a pass over all of them reads views and
-copies nothing. Behind them lie retired ones: their texts have ended, and their committed rows stay until a slot is
-needed, that of the one used longest ago first. A slot that nobody has holds zeros.
+Running sequences occupy the first slots, and the last of them moves into a gap, so that a pass over all of them reads
+views and copies nothing. Retired sequences occupy later slots: their texts have ended, and their committed rows stay
+until a slot is needed; the least recently used one goes first. A slot without a sequence holds zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from branchwise.core.sequence import SequenceState
 
 AT_ONCE = 1024
-"""rows that change places at once: as many are copied aside meanwhile"""
+"""the number of rows that are swapped at once, which is the size of the temporary copy"""
 
 
 class Slots:
@@ -27,7 +27,7 @@ class Slots:
         self.rows = rows
         self._cells = list(tensors)
         self._running: list[SequenceState] = []
-        self._retired: dict[SequenceState, int] = {}  # its slot; the one used longest ago comes first
+        self._retired: dict[SequenceState, int] = {}  # sequence -> slot, least recently used first
         self._lengths: dict[SequenceState, int] = {}
         self._touched = [0] * slots  # rows of each slot that may hold something
 
@@ -41,7 +41,7 @@ class Slots:
         return self._lengths[sequence]
 
     def holds(self, sequence: SequenceState) -> bool:
-        """Whether there are rows of a sequence, running or retired."""
+        """Whether rows of a sequence, running or retired, are in the cache."""
         return sequence in self._lengths
 
     def open(self, sequence: SequenceState) -> None:
@@ -50,7 +50,8 @@ class Slots:
         self._lengths[sequence] = 0
 
     def fork(self, source: SequenceState, sequence: SequenceState, rows: int | None = None) -> None:
-        """Open a sequence with a copy of the first committed rows of another, running or retired; of all by default."""
+        """Open a sequence with a copy of the first `rows` committed rows, by default all, of another sequence, running
+        or retired."""
         self._vacate(spared=source)
         origin, slot = self._slot(source), len(self._running)
         if source in self._retired:
@@ -64,7 +65,7 @@ class Slots:
         self._lengths[sequence] = rows
 
     def take_over(self, source: SequenceState, sequence: SequenceState, rows: int) -> None:
-        """Open a sequence in the place of a retired one, whose first rows are its own from now on."""
+        """Open a sequence in the slot of a retired one and keep the first `rows` rows."""
         assert rows <= self._lengths[source], "a sequence takes over more rows than there are"
         self._swap(self._retired[source], len(self._running))
         self._clear(self._retired.pop(source), rows)
@@ -79,18 +80,18 @@ class Slots:
             return
         gap, last = self._running.index(sequence), self._running.pop()
         free = len(self._running)
-        # With all that its passes wrote: a draft model comes back to rows that are not committed yet.
+        # Move all rows that its passes wrote: a draft model comes back to rows that are not committed yet.
         used = 0 if last is sequence else self._touched[free]
         for tensor in self._cells:
             tensor[:, gap, :, :used] = tensor[:, free, :, :used]
-        # Nothing of a text stays behind it: an overflow in it would reach all that read these rows under a mask.
+        # Clear all rows of the text: an overflow in them would reach whatever reads these rows under a mask.
         self._clear(gap, used)
         self._clear(free, 0)
         if last is not sequence:
             self._running[gap], self._touched[gap] = last, used
 
     def retire(self, sequence: SequenceState, rows: int) -> None:
-        """Give the slot back, and leave the first rows there until it is needed."""
+        """Give the slot back, and leave the first `rows` rows in it until the slot is needed."""
         assert rows <= self._lengths[sequence], "more rows are left than there are"
         gap, free = self._running.index(sequence), len(self._running) - 1
         self._swap(gap, free)
@@ -100,12 +101,12 @@ class Slots:
         self._retired[sequence], self._lengths[sequence] = free, rows
 
     def cut(self, sequence: SequenceState, length: int) -> None:
-        """Count only the first tokens of a sequence as committed; the rows behind them are free again."""
+        """Count only the first `length` tokens of a sequence as committed; the rows after them are free again."""
         assert length <= self._lengths[sequence], "a cut made a sequence longer"
         self._lengths[sequence] = length
 
     def advance(self, sequence: SequenceState, rows: int) -> None:
-        """Count the first rows of the last pass as committed, as after a chunk of prefill."""
+        """Count the first `rows` rows of the last pass as committed, as after a chunk of prefill."""
         self._lengths[sequence] += rows
 
     def _slot(self, sequence: SequenceState) -> int:
@@ -120,8 +121,8 @@ class Slots:
             self._touched[slot] = max(self._touched[slot], min(end, self.rows))
 
     def _vacate(self, spared: SequenceState | None = None) -> None:
-        """Empty the first slot behind the running ones. Whoever is retired there moves to an empty one, for which the
-        one used longest ago goes if there is none, unless it is spared."""
+        """Empty the first slot after those of running sequences. A retired sequence in it moves to an empty slot. If no
+        slot is empty, the least recently used retired sequence other than `spared` is closed."""
         assert self.free_slots > 0, "opened more sequences than there are slots"
         place = len(self._running)
         occupied = set(self._retired.values())
@@ -135,11 +136,11 @@ class Slots:
         self._swap(place, empty)
 
     def _swap(self, one: int, other: int) -> None:
-        """Let two slots change what they hold; retired sequences stay with their rows."""
+        """Swap the contents of two slots; retired sequences move with their rows."""
         used = max(self._touched[one], self._touched[other])
         if one == other:
             return
-        # Before anything has moved: there may be no memory for it.
+        # Allocated before anything is moved, because memory may run out.
         places_aside = [torch.empty_like(tensor[:, one, :, : min(used, AT_ONCE)]) for tensor in self._cells]
         for first in range(0, used, AT_ONCE):
             part = slice(first, min(first + AT_ONCE, used))
@@ -153,7 +154,7 @@ class Slots:
             self._retired[sequence] = places.get(slot, slot)
 
     def _clear(self, slot: int, rows: int) -> None:
-        """Nothing stays in a slot but its first rows."""
+        """Zero all rows of a slot but the first `rows`."""
         for tensor in self._cells:
             tensor[:, slot, :, rows : self._touched[slot]] = 0
         self._touched[slot] = min(self._touched[slot], rows)

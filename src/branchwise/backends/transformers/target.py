@@ -59,13 +59,13 @@ from branchwise.verify import Verdict, Verdicts, Verifier
 log = logging.getLogger(__name__)
 
 PREFILL_CHUNK, PREFILL_CHUNK_ON_DEVICE = 512, 2048
-"""tokens of prompts that one pass writes at most, on a host and in our kernels"""
-SHORTEST_CONTEXT = 8  # what the comparison at load needs
+"""the most prompt tokens that one pass writes, on a host and in our kernels"""
+SHORTEST_CONTEXT = 8  # the comparison at load needs this many tokens
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
-"""models that passed the probe, which is made once in the life of a model"""
+"""models that passed probe and comparison, and the layout that the probe found; these run once for a model"""
 
-_unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose joined linear layers did not pass it
+_unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose fused form failed the comparison
 
 
 class TransformersTarget(SlottedTarget):
@@ -85,10 +85,10 @@ class TransformersTarget(SlottedTarget):
         compile: bool = False,
         layers: bool | None = None,
     ) -> None:
-        """`tokenizer` is for drafters that must know what the tokens mean. `kernels` runs tree attention in our
-        kernels, by default wherever there are some, and `graphs` records such passes; without them the model runs as it
-        does on a host. `layers` of the usual kind are computed in few kernels too, by default on a device in
-        bfloat16, and `compile` compiles the others before they are recorded."""
+        """`tokenizer` is for drafters that read the text of tokens. `kernels` runs tree attention in our Triton
+        kernels, by default if the device supports them, and `graphs` records such passes; without kernels the model
+        runs as it does on a host. `layers` runs common decoder layers in few kernels too, by default on a device in
+        bfloat16, and `compile` compiles the other layers before they are recorded."""
         super().__init__()
         self.model = model
         self.runner = ModelRunner(model)
@@ -99,7 +99,7 @@ class TransformersTarget(SlottedTarget):
             raise UnsupportedModel(f"{name} is spread over several devices; load it on one.")
         layout = _known.get(model) or self.runner.probe()
         kernels = have_kernels(device) if kernels is None else kernels
-        if layers is None:  # in float32 a library's sums round less, and float16 is too narrow for rows before a norm
+        if layers is None:  # float32: the library's sums round less; float16: too narrow for rows before their norm
             layers = device.type != "cpu" and dtype == torch.bfloat16
         execution = Execution(kernels, graphs, compile, kernels and layers)
         if not execution.kernels:
@@ -137,7 +137,7 @@ class TransformersTarget(SlottedTarget):
             "" if converted is None else converted.scheme,
         )
         rows = length + max_nodes
-        # Products of whole numbers are exact in any order, and so are sums of attention in float64, once rounded.
+        # Integer products are exact in any order, and so are attention sums in float64, after rounding to float32.
         wide = converted is not None and dtype == torch.float32 and not self.runner.settled_layers
         kept = torch.float64 if wide else dtype
         self.store = KVCache(layout, slots, rows, kept, device, by_kernels=execution.kernels, record=graphs)
@@ -148,17 +148,17 @@ class TransformersTarget(SlottedTarget):
         self._moved = False  # whether `commit_on_device` has moved the rows that the last pass accepted
         self._graphs: Graphs | None = None
         self._filled: tuple[PassInputs, tuple[SequenceState, ...], tuple[int, ...]] | None = None
-        """inputs of the pass that was made last, its sequences and their slots"""
+        """the inputs of the last pass, its sequences and their slots"""
         self._captured: dict[Any, Verifier] = {}
         self._fusion: Fusion | None = None
         groups = self._groups() if execution.kernels and model not in _unfusible else []
-        # Only now: joining layers moves their weights, and a graph recorded before would read memory that is gone.
+        # Not earlier: joining layers moves their weights, and an older graph would read memory that is freed by now.
         self._graphs = Graphs(name, device, capture=graphs) if execution.kernels else None
         if groups:
             self._fusion = Fusion(self.store, groups)
         if model not in _known:
             self._check()
-            if slots > 1:  # with one slot nothing was seen of a batch
+            if slots > 1:  # with one slot the comparison has seen no batch
                 _known[model] = layout
         if execution.kernels and (execution.layers or compile):
             every = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
@@ -172,7 +172,7 @@ class TransformersTarget(SlottedTarget):
         before = self.runner.hidden_layers, self._topk
         self.runner.watch(needs.hidden_layers)
         if needs.cached_layer is not None:
-            self.cached(needs.cached_layer, ())  # refuses what is no layer
+            self.cached(needs.cached_layer, ())  # refuses a name that is no layer
         if self._graphs is not None:
             self._topk = max(self._topk, min(needs.topk, self.info.vocabulary))
         if before != (self.runner.hidden_layers, self._topk):
@@ -222,7 +222,7 @@ class TransformersTarget(SlottedTarget):
 
     @property
     def _recorded_piece(self) -> int:
-        """Tokens of one prompt that a recorded pass writes, however large trees may be."""
+        """The number of tokens of one prompt that a recorded pass writes, however large trees may be."""
         return min(self.info.max_nodes, USUAL_NODES)
 
     def _write(self, sequences: Sequence[SequenceState], tokens: NDArray[np.int64], layout: TreeLayout) -> Scored:
@@ -271,9 +271,9 @@ class TransformersTarget(SlottedTarget):
         ancestors: NDArray[np.bool_],
         written: PartialTree | None = None,
     ) -> Tensor:
-        """(batch, nodes, vocabulary): what follows new nodes of a draft model's trees, which grow level by level.
-        Depth 0 comes right after the committed tokens. `ancestors` (batch, nodes, columns) marks for each new node the
-        rows of its tree that it attends to, its own included."""
+        """(batch, nodes, vocabulary): the logits after new nodes of a draft model's trees, which grow level by level.
+        Depth 0 is the position right after the committed tokens. `ancestors` (batch, nodes, columns) marks for each new
+        node the rows of its tree that it attends to, its own included."""
         if self._graphs is not None:
             return self._replay(sequences, tokens, depths, pack_array(ancestors), written)[1].logits
         self._passes += 1
@@ -296,7 +296,7 @@ class TransformersTarget(SlottedTarget):
         if self._graphs is None or not self._graphs.captures:
             return verifier
         kind = type(verifier), repr(vars(verifier))
-        if kind not in self._captured:  # engines that come and go use what the first of them recorded
+        if kind not in self._captured:  # later engines reuse what the first one recorded
             self._captured[kind] = CapturedVerifier(
                 verifier,
                 compile=self.info.execution.compile,
@@ -307,7 +307,7 @@ class TransformersTarget(SlottedTarget):
 
     def commit_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         if scored.nodes is not None and self.store.by_kernels:
-            if scored.logits.shape[1] > 1:  # otherwise nothing but roots was scored
+            if scored.logits.shape[1] > 1:  # if only roots were scored, no row moves
                 self.store.move(scored.nodes.slots, scored.nodes.lengths, verdicts.paths)
             self._moved = True
 
@@ -338,9 +338,9 @@ class TransformersTarget(SlottedTarget):
         after: Verdicts | None = None,
         still: bool = False,
     ) -> tuple[PassInputs, Scored]:
-        """A pass by kernels over nodes (batch, nodes), and its inputs. There may be fewer sequences than trees; nothing
-        is kept of the trees beyond them. Roots may be those `after` verdicts that are not committed yet. Trees that
-        were `laid` on the device may lie `still`, at the same place at every step."""
+        """A pass by kernels over nodes (batch, nodes), and its inputs. Trees beyond the number of sequences are
+        padding. Roots may be the tokens of verdicts `after` which the pass is enqueued and which are not committed yet.
+        Trees that were `laid` out on the device may be `still`, at the same addresses in every step."""
         assert self._graphs is not None
         self._passes += 1  # graphs share memory: whatever an enqueued pass found is overwritten
         batch, nodes = depths.shape
@@ -351,7 +351,7 @@ class TransformersTarget(SlottedTarget):
         recorded = self._graphs.ready(size)
         inputs = recorded.inputs
         rows, row_depths = (written.rows, written.depths) if written else (None, None)
-        # Behind a pass over the same inputs all that is new of a laid tree is on the device already.
+        # After a pass over the same inputs, all that is new of a tree laid out on the device is there already.
         filled, self._filled = self._filled, None
         pass_over = inputs, tuple(sequences), tuple(slots)
         if after is None or laid is None or not still or filled != pass_over:
@@ -361,8 +361,8 @@ class TransformersTarget(SlottedTarget):
         return inputs, self._graphs.run(recorded, self.run_packed).cut(batch, nodes)
 
     def run_packed(self, inputs: PassTensors) -> Scored:
-        """A pass by kernels over what lies on the device, launched here or recorded by whoever calls it."""
-        # The model is fused only while no other target of it runs.
+        """A pass by kernels over inputs on the device: launched at once, or recorded if the caller records."""
+        # The model is fused only inside this context, because other targets may share it.
         fused = nullcontext() if self._fusion is None else self._fusion()
         with self.runner.attending(self.runner.hook.name), fused:
             self.store.current = inputs
@@ -370,7 +370,7 @@ class TransformersTarget(SlottedTarget):
         return Scored(logits, hidden, top_tokens(logits, self._topk) if self._topk else None)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """What the model itself finds after every token (batch, length), without anything of ours."""
+        """The logits of the model's own forward after every token (batch, length), without any of our code."""
         return self.runner.own_logits(tokens)
 
     def _groups(self) -> list[Group]:
@@ -380,11 +380,11 @@ class TransformersTarget(SlottedTarget):
             self.open(sequence)
             self.close(sequence)
 
-        with self.runner.attending(self.runner.hook.name):  # nobody else's pass
+        with self.runner.attending(self.runner.hook.name):  # no other target's pass in between
             return groups_of(self.model, one_pass)
 
     def _check(self) -> None:
-        """Compare with the model's own forward; if a fused form is to blame, do without it."""
+        """Compare with the model's own forward. If that fails in a fused form, compare again without it."""
         try:
             check_against_own_forward(self, self.runner)
         except Exception:

@@ -1,11 +1,11 @@
-"""What the weights of a model are known by: a head that was trained on some must not draft for others.
+"""The fingerprint of a model's weights: a head that was trained on some weights must not draft for others.
 
-A few numbers of every weight are hashed, so that a fine-tuned model is another model, even where it was trained in some
-layers only. They are rounded to bfloat16 first: a model has the same fingerprint on every device, and in float32,
-bfloat16 and float16 alike. Two loads count as other weights: one that another library quantised, and one in float16 of
-weights that bfloat16 and float16 do not hold exactly, such as those of most GGUF files, because it is rounded twice. A
-model that was quantised here (`converted.py`) keeps the fingerprint of the weights it was made from: its hidden states
-are nearly those that a head has learned from.
+It is a hash of a few numbers of every weight, so a fine-tuned model has another fingerprint, even if only some layers
+were trained. The numbers are rounded to bfloat16 first, so a model has the same fingerprint on every device, and in
+float32, bfloat16 and float16. There are two exceptions: a model that another library has quantised, and a load in
+float16 of weights that bfloat16 and float16 do not hold exactly, such as those of most GGUF files, because they are
+rounded twice. A model that was quantised here (`converted.py`) keeps the fingerprint of its source, because its hidden
+states are close to those that a head has learned from.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 SAMPLED = 16
-"""numbers of each weight"""
+"""the count of numbers that are taken of each weight"""
 STRIDE = 2_654_435_761
-"""between them, round and round a weight: a prime, so that they are of different rows and columns"""
+"""the distance between them, modulo the size of a weight: a prime, so that they are of different rows and columns"""
 LEAST = torch.finfo(torch.float16).tiny
-"""what is smaller counts as 0, since float16 rounds it further than bfloat16"""
+"""the least magnitude that does not count as 0: float16 rounds smaller numbers more coarsely than bfloat16"""
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
@@ -38,6 +38,6 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """(`SAMPLED`,) float32: always the same places of a weight."""
+    """(`SAMPLED`,) float32: the numbers at fixed places of a weight."""
     places = torch.arange(SAMPLED) * STRIDE % weight.numel()
     return weight.detach()[tuple(torch.unravel_index(places.to(weight.device), weight.shape))].float()

@@ -1,12 +1,12 @@
 """The likeliest tokens of a table after rows of states, as Triton kernels.
 
-A program norms the rows of a tile, multiplies them with a part of the output rows, and says of its logits which is the
-best and what their exponentials sum up to. The best few tokens of a row are in the few parts whose best ones are best,
-so a second kernel looks at no other logits. A table of 16,384 rows is 19 MB for a model of width 576, which an H200
-reads in 5 microseconds; softmax and top-k over whole rows of logits take ten times as long. Where texts draw their
-tokens, logits count with the noise of these draws, as `draft.foresight` says: the rows of a part are of one block of
-the vocabulary, which draws choose first. The plain way of `draft.head.trees.device` is the truth. Without a CUDA device
-only tests import this file.
+A program norms the rows of a tile, multiplies them with a part of the output rows, and returns the best of its logits
+and the sum of their exponentials. The k best tokens of a row are in the k parts with the highest best logits, so a
+second kernel reads no other logits. A table of 16,384 rows is 19 MB for a model of width 576, which an H200 reads in 5
+microseconds; softmax and top-k over whole rows of logits take ten times as long. For sampled texts the noise of their
+draws is added to the logits, as `draft.foresight` explains: a draw chooses a block of the vocabulary first, so all rows
+of a part are from one block. The plain code of `draft.head.trees.device` is the reference. Without a CUDA device only
+tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -27,30 +27,32 @@ from branchwise.cuda.noise import GAMMA, mix
 from branchwise.cuda.products import Summed, asked, product, scales
 
 NOTHING = tl.constexpr(-1.0e30)
-"""the logit of no token; it is finite, so that differences are numbers"""
+"""the logit outside the vocabulary; it is finite, so that differences are numbers"""
 SIZE = 64
-"""output rows of a program"""
+"""the output rows of a program"""
 MOST_TILED = 32
-"""rows of states in it: every tile reads its part of the table, but more of them have no registers for their noise"""
+"""the most rows of states in a tile: every tile reads its part of the table again, but the noise of more rows does not
+fit into registers"""
 MOST = tl.constexpr(BLOCK // SIZE)
-"""parts of a block of the vocabulary, at most"""
+"""the most parts of a block of the vocabulary"""
 WHOLE = tl.constexpr(BLOCK)
-"""tokens of a block of the vocabulary"""
+"""the tokens of a block of the vocabulary"""
 
 
 class Parts(NamedTuple):
-    """The rows of a table, whose tokens rise, in parts of at most 64 rows of one block of the vocabulary."""
+    """The rows of a table in rising order of their tokens, in parts of at most 64 rows from one block of the
+    vocabulary."""
 
     names: Tensor
-    """(tokens,)"""
+    """(tokens,): the token of each row"""
     starts: Tensor
     """(parts,): the first row of each part"""
     counts: Tensor
-    """(parts,): how many rows it has"""
+    """(parts,): the number of rows of each part"""
     owners: Tensor
-    """(parts,): its block of the vocabulary"""
+    """(parts,): the block of the vocabulary of each part"""
     firsts: Tensor
-    """(blocks + 1,): the first part of each block of the vocabulary, and behind the last one the number of parts"""
+    """(blocks + 1,): the first part of each block of the vocabulary, and last the number of parts"""
 
     @classmethod
     def of(cls, names: Tensor, vocabulary: int) -> Parts:
@@ -80,12 +82,14 @@ def best_tokens(
     depth: int,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """The logarithms of the best chances after rows[chosen], and where their tokens stand, (batch, rows, count) each.
+    """The log-probabilities of the best tokens after rows[chosen], and the places of these tokens, (batch, rows, count)
+    each.
 
-    `chosen` is (batch, rows), and of every row the first elements count, as many as the table has. Rows are normed; the
-    weights of the norm are in the table. Places below len(table) are rows of the table (tokens, width); behind them
-    come the `extra` rows (slots, some, width) of the slot of each text, if `known` (slots, some) names tokens for them.
-    Tokens are to come `depth` positions behind the last of so many rows of each text; `draws` are the `Draws` of slots.
+    `chosen` is (batch, rows). Of every row only the first elements are read, as many as the table is wide. Rows are
+    normed here; the weights of the norm are multiplied into the table. Places below len(table) are rows of the table
+    (tokens, width); the next places are the `extra` rows (slots, some, width) of the slot of each text, if `known`
+    (slots, some) names tokens for them. The tokens come `depth` positions after the last row of each text; `draws` are
+    the `Draws` of slots.
     """
     (batch, per_text), width, (states, squares) = chosen.shape, table.shape[1], rows
     whole, every, some = batch * per_text, len(parts.starts), extra.shape[1]
@@ -102,7 +106,7 @@ def best_tokens(
         width=width, every=every, parts=squares.shape[1], size=SIZE, piece=64 if width >= 64 else 16, tile=tile,
         fill=fill, operand=_operand(table.dtype), num_warps=4, num_stages=4, **early(device),
     )  # fmt: skip
-    blocks, at_least = len(parts.firsts) - 1, max(2, count)  # what is ordered has to be two or more
+    blocks, at_least = len(parts.firsts) - 1, max(2, count)  # a sort needs two or more elements
     _merge[(whole,)](
         logits, *sums, more, *parts[1:], known, slots, lengths, *draws, best, where,
         lengths.stride(0), per_text, len(table), depth,
@@ -123,7 +127,7 @@ def _waits(keys, names):
 
 @triton.jit
 def _key(dice, lengths, text, slot, stride, depth, real):
-    """That of the draw of a text behind a row."""
+    """The random key of the draw of a text after a row."""
     position = tl.load(lengths + text * stride, mask=real, other=0).to(tl.int64) + depth
     return mix(tl.load(dice + slot, mask=real, other=0) + position * GAMMA)
 
@@ -134,7 +138,7 @@ def _product(
     width: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, size: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr,
 ):  # fmt: skip
-    """(tile, size): logits of normed rows with output rows."""
+    """(tile, size): the logits of normed rows for output rows."""
     summed = asked(squares, place * stride_squares, real, parts)
     found = product(
         rows, place * stride_row, real, weights, column, inside, width, width, size, tile, 1, piece, operand
@@ -153,7 +157,7 @@ def _parts(
     """A part of the table for a tile of rows, or some tokens of a prompt for the rows of its text."""
     program, columns = tl.program_id(0), tl.arange(0, size)
     if program < every * tiles:
-        part, group = program // tiles, program % tiles  # those of one part run together
+        part, group = program // tiles, program % tiles  # programs of one part run together
         row = group * tile + tl.arange(0, tile)
         real = row < whole
         start = tl.load(starts + part)
@@ -222,15 +226,15 @@ def _beside(
 
 @triton.jit
 def _ranked(value, place):
-    """Values and their places as whole numbers, in the order of the values, of equal ones the first place last."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # there is only one zero
+    """Values and their places as integers in the order of the values; of equal values the first place is greatest."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # turns -0.0 into 0.0
     bits ^= (bits >> 31) & 0x7FFFFFFF
     return (bits.to(tl.int64) << 32) | ((~place).to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def _unranked(rank):
-    """The value and the place of such a number."""
+    """The value and the place of an integer that `_ranked` made."""
     bits = (rank >> 32).to(tl.int32)
     bits ^= (bits >> 31) & 0x7FFFFFFF
     return bits.to(tl.float32, bitcast=True), (~rank & 0x7FFFFFFF).to(tl.int32)
@@ -252,7 +256,7 @@ def _block(firsts, highest, totals, speeds, block, inside, top):
 
 @triton.jit
 def _log_share(owners, firsts, highest, totals, speeds, key, part, inside, top, whole, drawn):
-    """What is added to the logits of parts, less the highest one, so that they are logarithms of chances."""
+    """The term that turns the logits of parts, minus the highest one, into log-probabilities."""
     share = tl.zeros_like(part).to(tl.float32) + 1.0
     if drawn:
         block = tl.load(owners + part, mask=inside, other=0)
@@ -270,8 +274,8 @@ def _merge(
     padded_every: tl.constexpr, padded_count: tl.constexpr, padded: tl.constexpr, padded_blocks: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """The best tokens are in the parts whose best ones are best: so many parts are found first, then the tokens among
-    theirs and those of the prompt."""
+    """Find the best tokens, which are in the parts with the highest best logits: first find as many parts as tokens are
+    wanted, then the best among their tokens and those of the prompt."""
     begin(early)
     row = tl.program_id(0)
     text = row // per_text
@@ -280,7 +284,7 @@ def _merge(
     key = _key(dice, lengths, text, slot, stride_length, depth, drawn)
     highest, totals = highest + row * every, totals + row * every
     speeds, bests = speeds + row * every, bests + row * every
-    # The tokens of the prompt, each beside what the table has of its block.
+    # The tokens of the prompt, each with the sums of its block in the table.
     column = tl.arange(0, padded)
     name = tl.load(known + slot * some + column, mask=column < some, other=-1).to(tl.int64)
     real = name >= 0
@@ -303,7 +307,7 @@ def _merge(
     else:
         whole = tl.sum(mass, axis=0) + tl.sum(own_mass, axis=0)
     own_value = tl.where(share > 0, tl.log(tl.where(share > 0, share, 1.0) / whole), NOTHING)
-    # Parts by their best tokens; the earlier one of equals comes first.
+    # Order parts by their best tokens; of equal parts the earlier comes first.
     highs = tl.load(bests + part, mask=there, other=NOTHING)
     scale = _log_share(owners, firsts, highest, totals, speeds, key, part, there, top, whole, drawn)
     highs = tl.where((highs > NOTHING) & (scale > NOTHING), highs - top + scale, NOTHING)
@@ -311,7 +315,7 @@ def _merge(
     rank_of = tl.arange(0, padded_count)
     high, winner = _unranked(tl.topk(ranks, padded_count))
     winners = tl.where((rank_of < count) & (high > NOTHING), winner, every)
-    # Tokens by their chances.
+    # Order tokens by their probability.
     scale = _log_share(owners, firsts, highest, totals, speeds, key, winners, winners < every, top, whole, drawn)
     start = tl.load(starts + winners, mask=winners < every, other=0)
     within = tl.load(counts + winners, mask=winners < every, other=0)

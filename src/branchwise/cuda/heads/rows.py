@@ -1,11 +1,11 @@
 """The decoder layer of a head over a few rows, as Triton kernels.
 
-A level of a tree is a handful of rows, and as single operations most of its time is the gaps between them. Here a layer
-is four products with whatever stands before and behind each of them in the same kernel: norms and the gathering of rows
-before, rotary positions, the KV cache, the gate of the MLP and the residual behind. FSPAD's gate of features is three
-more. Matrices that read normed rows come with the weights of the norm in them, and rows with the sums of their squares
-(`cuda.products`). All weights of a head fit into the cache of the device. The plain `draft.head.network` is the truth.
-Without a CUDA device only tests import this file.
+A level of a tree is a handful of rows, so as torch operations most of its time would be the gaps between kernels. Here
+a layer is four products, each fused with the operations before it (norms, gathering of rows) and after it (rotary
+positions, KV cache, gate of the MLP, residual). FSPAD's gate of features is three more. Matrices that read normed rows
+have the weights of the norm multiplied in, and rows come with the sums of their squares (`cuda.products`). All weights
+of a head fit into the L2 cache of the device. The plain `draft.head.network` is the reference. Without a CUDA device
+only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -43,28 +43,29 @@ from branchwise.cuda.products import (
 )
 
 MOST_TAPS = 4
-"""layers of the target that `join` reads"""
+"""the most layers of the target that `join` reads"""
 COLUMNS = 8
-"""outputs of a program"""
+"""the outputs of a program"""
 FEWEST_STAGES = 3
-"""of a loop, below which it would wait for memory"""
+"""the number of stages below which a loop would wait for memory"""
 FEW = 256
-"""rows that are read sixteen at a time: their weights come from the cache of the device in any case"""
+"""the most rows for which a tile has sixteen rows: reading weights again is cheap, as they come from the L2 cache"""
 
 
 class Embedded(NamedTuple):
-    """Rows that read the embeddings of tokens."""
+    """The tokens of rows and the embeddings that the rows read."""
 
     table: Tensor
     """(vocabulary, width)"""
     squares: Tensor
-    """(vocabulary, 1): of the elements of each"""
+    """(vocabulary, 1): the sums of squares of the embeddings"""
     tokens: Tensor
     """(batch, rows)"""
 
 
 def join(hidden: Sequence[Tensor], weight: Tensor, nodes: Tensor, epsilon: float) -> Summed:
-    """(rows, width): features of nodes (batch, steps) of trees whose hidden states (batch, nodes, width) are these."""
+    """(rows, width): the features of `nodes` (batch, steps) of trees, joined from the target's hidden states (batch,
+    nodes, width) of several layers."""
     width, (batch, steps) = weight.shape[0], nodes.shape
     strides = {state.stride() for state in hidden}
     assert len(strides) == 1, "hidden states must lie alike"
@@ -80,7 +81,7 @@ def join(hidden: Sequence[Tensor], weight: Tensor, nodes: Tensor, epsilon: float
 
 
 def mix(states: Summed, chosen: Tensor, embedded: Embedded, weight: Tensor, bias: Tensor, epsilon: float) -> Summed:
-    """(rows, width): the normed embeddings of rows and states[chosen] as they are, through one matrix."""
+    """(rows, width): the product of one matrix with the normed embeddings of rows beside states[chosen]."""
     rows, width = chosen.numel(), weight.shape[0]
     out = _summed(weight, rows, width)
     _mix[_grid(width, rows)](
@@ -92,8 +93,8 @@ def mix(states: Summed, chosen: Tensor, embedded: Embedded, weight: Tensor, bias
 
 
 def select(mixed: Summed, embedded: Embedded, weight: Tensor, epsilon: float) -> Tensor:
-    """(rows, gate width): what normed embeddings select of normed mixed rows (rows, width); the lines of `weight` are
-    those that select and then those that are selected from."""
+    """(rows, gate width): the gate of features, by which normed embeddings select from normed mixed rows (rows, width).
+    In `weight` the lines that select come first, then those that are selected from."""
     (rows, width), inner = mixed.states.shape, weight.shape[0] // 2
     out = weight.new_empty(rows, inner)
     _select[_grid(inner, rows)](
@@ -119,10 +120,10 @@ def read(
     heads: int,
     epsilon: float,
 ) -> Tensor:
-    """(batch, rows, heads, head width): the queries of rows; their keys and values go to the cache.
+    """(batch, rows, heads, head width): the queries of rows; their keys and values are written to the cache.
 
-    A row reads rows[chosen] and the embedding of its token; `chosen` is (batch, rows). Row i of a text of so many
-    committed rows stands in cell length + `cell` + i of its slot, at position length + `position` + i * `advance`.
+    A row reads rows[chosen] and the embedding of its token; `chosen` is (batch, rows). Row i of a text with `length`
+    committed rows goes to cell length + `cell` + i of its slot, at position length + `position` + i * `advance`.
     """
     keys, values = cache
     batch, count = chosen.shape
@@ -142,7 +143,7 @@ def read(
 
 
 def project(found: Tensor, weight: Tensor, states: Tensor, chosen: Tensor) -> Summed:
-    """(rows, width): states[chosen] and what attention found (rows, inputs), through its output matrix."""
+    """(rows, width): states[chosen] plus the output matrix times the result of attention, `found` (rows, inputs)."""
     return _added(found, weight, states, chosen)
 
 
@@ -175,7 +176,7 @@ def _added(inputs: Tensor, weight: Tensor, states: Tensor, chosen: Tensor | None
 
 
 def _summed(weight: Tensor, rows: int, width: int, outputs: int = 1) -> Summed:
-    """A place for rows that are `outputs` times so wide."""
+    """Uninitialised rows of width `outputs` * `width`, with their sums of squares."""
     squares = torch.empty(rows, outputs * triton.cdiv(width, COLUMNS), device=weight.device)
     return Summed(weight.new_empty(rows, outputs * width), squares)
 
@@ -185,13 +186,13 @@ def _grid(outputs: int, rows: int) -> tuple[int, int]:
 
 
 def _tile(rows: int) -> int:
-    """Rows of a program."""
+    """The number of rows of a program."""
     return 16 if rows <= FEW else 64
 
 
 def _shape(weight: Tensor, rows: int, inputs: int, outputs: int, kinds: int = 1) -> dict[str, object]:
     """How to launch a program that multiplies rows, of one kind or of two, with `outputs` lines of a matrix. Shared
-    memory holds what is on its way: where it is small there are fewer slices, so that there are enough stages."""
+    memory holds the loads in flight: if it is small there are fewer slices, so that there are enough stages."""
     tile, size = _tile(rows), weight.element_size()
     slices = slices_of(inputs) if rows <= FEW and size == 2 else 1
     while True:
@@ -213,15 +214,15 @@ def _shape(weight: Tensor, rows: int, inputs: int, outputs: int, kinds: int = 1)
 
 @triton.jit
 def _norms(gram, epsilon, width: tl.constexpr, tile: tl.constexpr):
-    """(tile,): what the norms of rows divide by whose squares nobody has summed, from the products of rows with each
-    other (tile, tile). These are made beside the products with weights."""
+    """(tile,): the divisors of the norms of rows without sums of squares, from the products of rows with each other
+    (tile, tile), which are computed beside the products with weights."""
     row, column = tl.arange(0, tile)[:, None], tl.arange(0, tile)[None, :]
     return tl.sqrt(tl.sum(tl.where(row == column, gram, 0.0), axis=1) / width + epsilon)
 
 
 @triton.jit
 def _write(total, out, squares, row, real, column, inside, width: tl.constexpr, parts: tl.constexpr):
-    """Write part of rows, and the sums of its squares."""
+    """Write a part of rows, and the sums of its squares."""
     found, mask = total.to(out.dtype.element_ty), real[:, None] & inside[None, :]
     tl.store(out + row[:, None].to(tl.int64) * width + column[None, :], found, mask=mask)
     kept = tl.where(mask, found.to(tl.float32), 0.0)
@@ -241,7 +242,7 @@ def _join(
     fetch(weight, column, width, taps * width, early)
     begin(early)
     node = tl.load(nodes + row // steps * stride_path + row % steps, mask=real, other=0)
-    node = tl.maximum(node, 0).to(tl.int64)  # what pads a path is never read
+    node = tl.maximum(node, 0).to(tl.int64)  # rows of padding are never read
     place = (row // steps).to(tl.int64) * stride_batch + node * stride_node
     total = tl.zeros((tile, columns), tl.float32)
     for tap in tl.static_range(taps):
@@ -320,7 +321,7 @@ def _read(
     chunk: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Part of the product of one head, of both of its halves, which rotary positions turn against each other."""
+    """Part of the product for one head: the matching elements of both halves, which rotary positions combine."""
     half: tl.constexpr = head_width // 2
     chunks: tl.constexpr = (half + chunk - 1) // chunk
     head = tl.program_id(0) // chunks
@@ -373,7 +374,7 @@ def _add(
     inputs: tl.constexpr, width: tl.constexpr, indexed: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
     tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Part of one of several outputs, each of which is as wide as the states."""
+    """A part of one of several outputs, each as wide as the states."""
     programs: tl.constexpr = (width + columns - 1) // columns
     outputs: tl.constexpr = parts // programs
     column = tl.program_id(0) % programs * columns + tl.arange(0, columns)

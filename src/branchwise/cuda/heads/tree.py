@@ -1,8 +1,8 @@
-"""The most probable tree of a head, laid by Triton kernels: what stands between the products of `head_rows`.
+"""Triton kernels that build the most probable tree of a head, between the products of `cuda.heads.rows`.
 
-`pick` chooses, of what the rows of a level propose, the nodes that are expanded next; `propose_copy` adds what followed
-the end of a text where it stood before; `lay` makes a tree of the best of all proposed nodes. The plain
-`draft.head.trees.best_first` is the truth. Without a CUDA device only tests import this file.
+`pick` chooses the nodes that are expanded next from the proposals of a level. `propose_copy` adds a copy of the tokens
+that followed an earlier occurrence of the text's end. `lay` makes a tree of the best of all proposed nodes. The plain
+`draft.head.trees.best_first` is the reference. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -21,19 +21,19 @@ from branchwise.cuda.early import begin, early
 
 NOTHING = tl.constexpr(-1.0e30)
 RIVALS = 64
-"""proposed nodes that each one is compared with at a time"""
+"""the most proposed nodes with which each node is compared at a time"""
 MOST_COMPARED = 16384
-"""comparisons that the registers of a program hold"""
+"""the most comparisons that the registers of a program hold"""
 
 
 class Proposed(NamedTuple):
-    """All nodes that levels propose, (batch, nodes) each."""
+    """All proposed nodes of all levels, (batch, nodes) each."""
 
     values: Tensor
-    """log-probabilities of their paths"""
+    """the log-probabilities of the paths to the nodes"""
     tokens: Tensor
     parents: Tensor
-    """which of the proposed nodes each one stands below, -1 for the root"""
+    """the index of each node's parent among the proposed nodes, -1 for the root"""
 
 
 class Level(NamedTuple):
@@ -42,11 +42,11 @@ class Level(NamedTuple):
     values: Tensor
     tokens: Tensor
     numbers: Tensor
-    """which of the proposed nodes they are"""
+    """the indices of the nodes among the proposed nodes"""
     states: Tensor
-    """where the states lie that they read: what their parents carried on"""
+    """the indices of the states that the nodes read, which their parents carried on"""
     bits: Tensor
-    """(batch, rows, words): the cells behind the text that they see, as bits"""
+    """(batch, rows, words): the cells after the text that the nodes see, as bits"""
 
 
 def pick(
@@ -61,10 +61,10 @@ def pick(
 ) -> Level:
     """The best `width` nodes of a level.
 
-    `best` are log-probabilities and places (batch, rows, count) as `best_tokens` finds them; `names` the table, the
-    tokens of each prompt and the slots, which turn places into tokens. `rows_at` (batch, rows) says where the states of
-    the rows lie. What the level proposes is written to `proposed` from `first` on; the chosen nodes will stand in cells
-    from `cell` on behind the text.
+    `best` are log-probabilities and places (batch, rows, count) as `best_tokens` returns them; `names` are the table,
+    the tokens of each prompt and the slots, which turn places into tokens. `rows_at` (batch, rows) are the indices of
+    the rows' states. The proposals of the level are written to `proposed` from index `first` on; the chosen nodes will
+    use the cells from `cell` on after the text.
     """
     values, (table, known, _) = best[0], names
     batch, rows, count = values.shape
@@ -84,8 +84,9 @@ def pick(
 
 
 def propose_copy(proposed: Proposed, history: Tensor, slots: Tensor, lengths: Tensor, hits: Tensor, count: int) -> None:
-    """Let the last `count` proposed nodes be a copy, as `draft.head.trees.copies` says. `history` (slots, cells) are
-    the tokens of texts with so many rows, `hits` the log-probabilities of a next token by how many before it agree."""
+    """Make the last `count` proposed nodes a copy, as `draft.head.trees.copies` defines it. `history` (slots, cells)
+    are the tokens of texts with `lengths` rows; `hits` are the log-probabilities of a copied token by how many tokens
+    before it agree."""
     batch, nodes = proposed.values.shape
     _copy[(batch,)](
         history, slots, lengths, hits, *proposed, history.stride(0), nodes, nodes - count, count,
@@ -95,13 +96,13 @@ def propose_copy(proposed: Proposed, history: Tensor, slots: Tensor, lengths: Te
 
 
 class Laid(NamedTuple):
-    """Trees (batch, nodes)."""
+    """Trees as tables, (batch, nodes) each."""
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     bits: Tensor
-    """(batch, nodes, words): their ancestors"""
+    """(batch, nodes, words): the ancestors of nodes, as bits"""
 
     @classmethod
     def place(cls, batch: int, nodes: int, device: torch.device) -> Laid:
@@ -112,9 +113,9 @@ class Laid(NamedTuple):
 
 
 def lay(proposed: Proposed, levels: Tensor, roots: Tensor, place: Laid, depth: int) -> None:
-    """Write trees of the best proposed nodes to their place, so many levels deep at most.
+    """Write trees of the best proposed nodes, at most `depth` levels deep, to their place.
 
-    `levels` (nodes,) says how deep each proposed node is. Of equally probable nodes the first is better.
+    `levels` (nodes,) are the depths of proposed nodes. Of equally probable nodes the first is better.
     """
     (batch, count), nodes = proposed.values.shape, place.tokens.shape[1]
     block = triton.next_power_of_2(count)
@@ -134,8 +135,9 @@ def lay(proposed: Proposed, levels: Tensor, roots: Tensor, place: Laid, depth: i
 def follow(
     paths: Tensor, tokens: Tensor, following: Tensor, lengths: Tensor, slots: Tensor, history: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The token after each node of accepted paths (batch, steps), the rows of every text then, and the last row of each
-    path among all rows. The tokens join the `history` (slots, cells) of their texts."""
+    """The token after each node of accepted paths (batch, steps), the new number of rows of every text, and the index
+    of the last row of each path among all rows. The tokens are appended to the `history` (slots, cells) of their
+    texts."""
     batch, steps = paths.shape
     after = torch.empty(batch, steps, dtype=torch.int64, device=paths.device)
     ends, last = (torch.empty(batch, dtype=torch.int32, device=paths.device) for _ in range(2))
@@ -148,7 +150,8 @@ def follow(
 
 
 def remember(rows: Tensor, last: Tensor, slots: Tensor, predicted: Tensor, carried: Tensor) -> None:
-    """Keep what the last row of each text predicted and carried on, (slots, width) each; `rows` hold both, or one."""
+    """Store what the last row of each text predicted and carried on, (slots, width) each; `rows` hold both, or one that
+    serves as both."""
     width = predicted.shape[1]
     _remember[(len(slots),)](
         rows, last, slots, predicted, carried, rows.stride(0), rows.shape[1] - width,
@@ -168,7 +171,7 @@ def _pick(
     text = tl.program_id(0)
     at = tl.arange(0, block)
     real = at < rows * count
-    # Where fewer are proposed than are wanted, the last one stands for those that are missing.
+    # If fewer nodes are proposed than are wanted, the last one is repeated.
     spot = tl.minimum(at, rows * count - 1)
     line, place = text * rows + spot // count, tl.load(places + text * rows * count + spot).to(tl.int64)
     value = _of_path(values, path_values, text, at, rows, count)
@@ -200,8 +203,8 @@ def _pick(
 
 @triton.jit
 def _of_path(values, path_values, text, at, rows: tl.constexpr, count: tl.constexpr):
-    """The log-probabilities of paths to proposed nodes. No two places have the same rank: what is no number is
-    nothing, and there is nothing beyond what is proposed."""
+    """The log-probabilities of paths to proposed nodes. NaN and places beyond the proposals become the lowest value:
+    with NaN, ranks could coincide."""
     real = at < rows * count
     value = tl.load(values + text * rows * count + at, mask=real, other=NOTHING)
     value += tl.load(path_values + text * rows + at // count, mask=real, other=NOTHING)
@@ -217,7 +220,7 @@ def _copy(
     text = tl.program_id(0)
     row = history + tl.load(slots + text).to(tl.int64) * stride
     end = tl.load(lengths + text).to(tl.int32) - 1
-    best = tl.full((), 0, tl.int64)  # how many tokens agree, and where, as one number
+    best = tl.full((), 0, tl.int64)  # the number of agreeing tokens and their place, as one number
     for start in range(0, end, block):
         place = start + tl.arange(0, block)
         going = place < end
@@ -235,8 +238,8 @@ def _copy(
     value_of = tl.load(values + line + node, mask=real, other=NOTHING)
     token_of = tl.load(tokens + line + node, mask=real, other=-1)
     parent_of = tl.load(parents + line + node, mask=real, other=-2)
-    at = tl.full((), -1, tl.int64)  # the last node of the copy that is proposed
-    shared = tl.full((), 1, tl.int32)  # whether all nodes up to here are
+    at = tl.full((), -1, tl.int64)  # the last node of the copy that is among the proposed nodes
+    shared = tl.full((), 1, tl.int32)  # whether all nodes up to here are among them
     value = tl.full((), 0.0, tl.float32)
     for step in range(count):
         token = tl.load(row + place + 1 + step % period)
@@ -257,7 +260,7 @@ def _copy(
 
 @triton.jit
 def _rank(values, ranks, count, block: tl.constexpr, piece: tl.constexpr, early: tl.constexpr):
-    """How many proposed nodes are better than each."""
+    """The rank of each proposed node: how many nodes are better."""
     begin(early)
     text = tl.program_id(1)
     at, other = tl.program_id(0) * piece + tl.arange(0, piece), tl.arange(0, block)
@@ -269,7 +272,7 @@ def _rank(values, ranks, count, block: tl.constexpr, piece: tl.constexpr, early:
 
 @triton.jit
 def _number(ranks, numbers, count, most, block: tl.constexpr, early: tl.constexpr):
-    """The nodes of the tree in order of the proposed ones, from 1 on; -1 for those that are not in it."""
+    """The number in the tree of each proposed node, in order from 1 on; -1 for a node that is not in the tree."""
     begin(early)
     text = tl.program_id(0)
     at = tl.arange(0, block)
@@ -290,7 +293,7 @@ def _lay(
     chosen = number > 0
     goal = text * nodes + number
     parent = tl.load(proposed_parents + text * count + at, mask=chosen, other=-1)
-    # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.
+    # With equal probabilities a parent may be left out while its child is chosen: then the child is padding.
     real, above, node = chosen, parent, number
     directly = tl.zeros((block,), tl.int32)
     for step in tl.static_range(depth):

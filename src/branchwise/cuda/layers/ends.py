@@ -1,9 +1,9 @@
-"""What a model computes before and behind its layers, in one kernel each: embeddings, rotary positions, the last norm.
+"""The parts of a model before and after its layers, in one kernel each: embeddings, rotary positions, the last norm.
 
-As the operations of a library these are some twenty launches, a tenth of a pass over a small model. Embeddings come as
-the first layer reads them. Cosines and sines of a position are the same in every pass, so they are looked up. Each of
-these parts is compared with the model's own once; one that differs runs as it is, and so do all if the model then finds
-something else (`cuda.layers.fuse`). Without a CUDA device only tests import this file.
+As torch operations these are some twenty launches, a tenth of a pass over a small model. Embeddings are written in the
+form in which the first layer reads them. Cosines and sines of a position are the same in every pass, so they are looked
+up. Each part is compared with the model's own once. A part that differs is left to the model, and so are all parts if
+the output of the whole model then differs (`cuda.layers.fuse`). Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -29,41 +29,41 @@ from branchwise.errors import first_line
 log = logging.getLogger(__name__)
 
 MOST_POSITIONS = 1 << 16
-"""positions of a table at most; it is read by whoever needs one, and takes memory for all"""
+"""the most positions of a table, because it takes memory for all of them"""
 TRIED = 9
-"""rows of a comparison"""
+"""the number of rows in a comparison"""
 ROUNDING = 2**-6
-"""how far two norms may lie apart, as a part of an element: two roundings to bfloat16"""
+"""the largest relative difference between elements of two norms: two roundings to bfloat16"""
 
 
 @dataclass(eq=False)
 class Ends:
-    """The parts that are computed so; None for one that is not."""
+    """The parts that are computed by kernels; None for a part that the model computes."""
 
     embedding: nn.Embedding | None
     rotary: nn.Module | None
     table: Tensor
-    """(positions, 2, width): cosines and sines"""
+    """(positions, 2, width): the cosines and sines of positions"""
     norm: nn.Module | None
     epsilon: float
 
     @property
     def replaced(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-        """Modules and what stands for their forward; that of embeddings is `embedded`."""
+        """Modules and the functions that replace their forward; `embedded` replaces that of the embeddings."""
         if self.rotary is not None:
             yield self.rotary, self.turns
         if self.norm is not None:
             yield self.norm, self.normed
 
     def embedded(self, tokens: Tensor, norm: Tensor) -> tuple[Tensor, Rows]:
-        """(batch, nodes, width): the embeddings of tokens, and as a layer reads them that begins with this norm."""
+        """(batch, nodes, width): the embeddings of tokens, plain and as a layer that begins with `norm` reads them."""
         assert self.embedding is not None
         rows = embed(tokens.flatten(), self.embedding.weight, norm)
         return rows.states.view(*tokens.shape, -1), rows
 
     def turns(self, states: Tensor, position_ids: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (batch, nodes, width) of positions (batch, nodes); of others, which models that see images
-        give, those that the model finds itself."""
+        """Cosines and sines (batch, nodes, width) of positions (batch, nodes). The model itself computes those of
+        positions of another shape, which models with images use, and of calls with further arguments."""
         if more or options or position_ids.ndim != 2:
             found = type(self.rotary).forward(self.rotary, states, position_ids, *more, **options)  # type: ignore[union-attr]
             return found[0], found[1]
@@ -77,7 +77,8 @@ class Ends:
 
 @torch.inference_mode()
 def ends_of(model: nn.Module, parent: nn.Module, positions: int) -> Ends:
-    """Those of a model whose embeddings, rotary positions and last norm are parts of `parent`, beside its layers."""
+    """The `Ends` of a model. Its embeddings, rotary positions and last norm are parts of `parent`, beside its
+    layers."""
     parts = dict(parent.named_children())
     embedding, rotary, norm = (parts.get(name) for name in ("embed_tokens", "rotary_emb", "norm"))
     weight = next(model.parameters())
@@ -111,7 +112,7 @@ def ends_of(model: nn.Module, parent: nn.Module, positions: int) -> Ends:
 
 
 def _same(module: nn.Module, both: Callable[[], tuple[Tensor, Tensor]], rounding: float = ROUNDING) -> bool:
-    """Whether a module and what is to stand for it find the same."""
+    """Whether a module and its replacement give the same output."""
     if patched(module):
         return False  # somebody else stands for it
     try:
@@ -126,7 +127,7 @@ def _same(module: nn.Module, both: Callable[[], tuple[Tensor, Tensor]], rounding
 
 
 def embed(tokens: Tensor, table: Tensor, norm: Tensor) -> Rows:
-    """The rows of a table for these tokens (rows,), for a norm with these weights."""
+    """The embeddings of tokens (rows,), in the form that a layer beginning with a norm of these weights reads."""
     rows, width = len(tokens), table.shape[1]
     states, weighted = (table.new_empty(rows, width) for _ in range(2))
     parts = parts_of(rows, width, table.element_size())
@@ -140,7 +141,7 @@ def embed(tokens: Tensor, table: Tensor, norm: Tensor) -> Rows:
 
 
 def look_up(positions: Tensor, table: Tensor) -> Tensor:
-    """(rows, …): of a table (positions, …) those of these positions (rows,)."""
+    """(rows, …): the entries of a table (positions, …) for these positions (rows,)."""
     count = table[0].numel()
     out = table.new_empty(len(positions), *table.shape[1:])
     _look_up[(len(positions),)](
@@ -151,7 +152,7 @@ def look_up(positions: Tensor, table: Tensor) -> Tensor:
 
 
 def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """States (…, width) by the root of their mean square, times the weights of a norm."""
+    """The RMS norm of states (…, width)."""
     states = states.contiguous()
     rows, width, out = states.numel() // states.shape[-1], states.shape[-1], torch.empty_like(states)
     _norm[(rows,)](

@@ -1,10 +1,10 @@
 """Fewer and larger kernels in a recorded pass, whatever the model class.
 
-A pass over a few nodes of a small model is bound by the number of its kernels. So linear maps that read the same input
-are one product over their stacked weights. A decoder layer of the usual kind is a few kernels of our own, and another
-one can be traced and compiled, once for all layers of its kind: weights are inputs of what is compiled, and attention
-is one opaque operation that looks up which layer's keys it works on. All of it happens within packed passes, recorded
-or not; outside them the model computes as it always did.
+The time of a pass over a few nodes of a small model is bound by the number of its kernels. So linear maps that read the
+same input become one product over their stacked weights. A decoder layer of the common kind is a few kernels of our
+own. Other layers can be traced and compiled, once for all layers of a kind: weights are arguments of the compiled
+program, and attention is one opaque operation that looks up the present layer. All of this applies to packed passes
+only, recorded or not; outside them the model is unchanged.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ if TYPE_CHECKING:  # these need Triton
 log = logging.getLogger(__name__)
 
 Program = Callable[[Any, Any, Any], Any]
-"""what computes a layer: of its weights, its stacked weights, and the tensors that it is given, hidden states first"""
+"""a function that computes a layer from its weights, its stacked weights, and its tensor arguments, hidden states
+first"""
 MOST_ROWS = 2048
-"""of a pass whose layers are computed in few kernels; beyond them a library's products are faster"""
+"""the most rows of a pass whose layers are computed in few kernels; with more rows a library's products are faster"""
 SCALARS = int | float | str | bool | None
 
 
@@ -48,25 +49,25 @@ SCALARS = int | float | str | bool | None
 
 
 class Place(NamedTuple):
-    """Of a layer, what is no weight of its own and no input."""
+    """The context of a layer in a pass: everything that is neither a weight nor an argument."""
 
     inputs: PassTensors
-    """of the pass"""
+    """the inputs of the pass"""
     keys: Tensor
     values: Tensor
     following: Tensor | None
-    """weights of the norm of the next layer"""
+    """the weights of the next layer's norm"""
 
 
 _current: ContextVar[Place] = ContextVar("branchwise_layer")
-"""where an opaque attention works"""
+"""the layer on which the opaque attention works"""
 
 
 @torch.library.custom_op("branchwise::attend_here", mutates_args=())
 def attend_here(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """Write the keys and values of new nodes to the layer at hand, and attend to all that they see."""
+    """Write the keys and values of new nodes to the present layer, and compute their attention."""
     inputs, keys, values, _ = _current.get()
     inputs.write(keys, values, key, value)
     return inputs.attend(query, keys, values, window, scale, softcap)
@@ -79,7 +80,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: floa
 
 
 OPAQUE = SimpleNamespace(write=lambda keys, values, *new: new, attend=attend_here)
-"""A pass whose attention a compiler does not look into."""
+"""a stand-in for a pass, with an attention that is opaque to the compiler"""
 
 
 class Fusion:
@@ -94,8 +95,8 @@ class Fusion:
         kernels: bool = False,
         compile: bool = False,
     ) -> None:
-        """The decoder `layers`, in order, are computed by a few `kernels` of our own if they are of the usual kind;
-        others may be compiled."""
+        """`layers` are the decoder layers in order. With `kernels`, layers of the common kind are computed by few
+        kernels of our own; with `compile`, the others are compiled."""
         self._handed: Handed | None = None
         self._ends: Ends | None = None
         self._store = store
@@ -105,16 +106,17 @@ class Fusion:
         self._compile = compile
         self._programs: dict[Any, Program | None] = {}
         self._agreed: set[tuple[str, Any]] = set()
-        """ways of programs, and layers, or kinds of layers and passes, that such a program agreed with"""
+        """(way, layer) and (way, kind of layer and pass) for which a program of this way agreed with the model's own"""
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether there are layers of the usual kind."""
+        """Whether any layer is of the common kind."""
         return any(self._usual)
 
     def around(self, model: nn.Module, positions: int, check: Callable[[], object]) -> None:
-        """If layers are of the usual kind, compute what a model of so many positions has around them in few kernels
-        too, unless a `check` of whole passes fails then. An interpreter of kernels takes too long for it."""
+        """If layers are of the common kind, compute the parts of the model before and after them in few kernels too,
+        for up to `positions` positions, unless a `check` of whole passes then fails. Not in Triton's interpreter, which
+        would take too long."""
         if not self.has_own_layers:
             return
         from branchwise.cuda.layers.ends import ends_of
@@ -132,13 +134,13 @@ class Fusion:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within, the model computes in its fused form; nobody else may run it meanwhile."""
+        """Inside this context the model computes in its fused form; no other target may run it meanwhile."""
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
                 if self._usual[index] is not None or self._compile:
                     patch(layer, self._fused(index, layer), undo)
             for module, forward in () if self._ends is None else self._ends.replaced:
-                if not patched(module):  # by somebody, since
+                if not patched(module):  # another library has patched it since
                     patch(module, forward, undo)
             embedding = None if self._ends is None or self._usual[0] is None else self._ends.embedding
             if embedding is not None and not patched(embedding):
@@ -152,12 +154,12 @@ class Fusion:
         assert self._handed is not None
         norm = self._norm_of(0)
         states, rows = self._ends.embedded(tokens, norm)
-        if not self._ends.embedding._forward_hooks:  # type: ignore[union-attr]  # which may write to them
+        if not self._ends.embedding._forward_hooks:  # type: ignore[union-attr]  # a hook may write to the embeddings
             self._handed.put(states, norm, rows)
         return states
 
     def _norm_of(self, index: int) -> Tensor:
-        """Weights of the norm with which a layer begins."""
+        """The weights of the norm with which a layer begins."""
         return self._layers[index].get_parameter("input_layernorm.weight")
 
     def _inside(self, layer: nn.Module) -> list[Group]:
@@ -243,10 +245,10 @@ class Fusion:
         inputs: Any,
         telling: Tensor,
     ) -> Program | None:
-        """The program of a layer, made in the first of some ways in which there is one that computes the same as the
-        layer in the nodes that tell. The first layer of a kind has it made; the others are tried with its program. In
-        passes of another size one layer is tried alone: what other layers have to themselves, their weights, is an
-        input."""
+        """The program of a layer, made in the first way whose program agrees with the layer at the telling nodes; None
+        if no way does. The program is made for the first layer of a kind, and compared for the other layers too. For
+        passes of another size only one layer is compared, because layers of a kind differ only in their weights, which
+        are arguments."""
         pass_inputs = self._store.current
         for way, make in ways.items():
             try:
@@ -300,14 +302,14 @@ def _listed(module: nn.Module) -> list[nn.Module]:
 
 
 def _watched_inside(layer: nn.Module) -> bool:
-    """Whether somebody wants to see or change what parts of a layer compute, which no program calls."""
+    """Whether parts of a layer have hooks, which a program would not call."""
     parts = [module for module in layer.modules() if module is not layer]
     return any(module._forward_hooks or module._forward_pre_hooks for module in parts)
 
 
 def _telling(inputs: PassTensors) -> Tensor:
-    """(batch * nodes,): whether a node tells how a layer attends. What pads a pass attends to nothing, and the first
-    node of a text to itself alone, however its queries and keys are made."""
+    """(batch * nodes,): whether the output of a node tells whether attention is right. Padding attends to nothing, and
+    the first node of a text only to itself, whatever its queries and keys are."""
     own = unpack_bits(inputs.ancestor_bits, WORD * inputs.ancestor_bits.shape[2]).sum(dim=2)
     return ((inputs.slots >= 0)[:, None] & (own > 0) & (inputs.lengths[:, None] + own > 1)).flatten()
 
@@ -318,14 +320,14 @@ def _put(groups: list[Group], stacks: list[tuple[Tensor | None, Tensor | None]])
 
 
 def _kind(argument: Any) -> Any:
-    """What a program is compiled for."""
+    """The properties of an argument for which a program is compiled."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype
     return argument if isinstance(argument, Window | SCALARS) else type(argument).__name__
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, SCALARS]]:
-    """The numbers and words that configure the modules of a layer, except which layer they are."""
+    """The numbers and strings that configure the modules of a layer, except the index of the layer."""
     return [
         (path, name, value)
         for path, module in layer.named_modules()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Group:
-    """Linear maps that read the same input, and their weights one behind the other."""
+    """Linear maps that read the same input, and their weights stacked."""
 
     maps: list[nn.Linear]
     weight: Tensor | None = None
     bias: Tensor | None = None
 
     def refresh(self) -> None:
-        """Let each map hold its weights as a view of the stack; where one has got others, all are stacked anew."""
+        """Make the weights of each map a view of the stack. If a map has got other weights since, stack all again."""
         for name in ("weight", "bias"):
             parts, whole = [getattr(one, name) for one in self.maps], getattr(self, name)
             if parts[0] is None:
@@ -39,7 +39,7 @@ class Group:
 
 @contextmanager
 def joined(groups: list[Group]) -> Iterator[None]:
-    """Let each group be computed by the first of its maps."""
+    """Inside this context the first map of each group computes all of its maps."""
     with ExitStack() as undo:
         for group in groups:
             group.refresh()
@@ -50,7 +50,7 @@ def joined(groups: list[Group]) -> Iterator[None]:
 
 
 def _part(group: Group, number: int, found: dict[str, Any], given: Tensor) -> Tensor:
-    """What one map of a group makes of an input, computed with what all others make of it by the first."""
+    """The output of one map of a group; the first map computes the outputs of all."""
     if number == 0:
         # From the group: a traced layer puts into it the weights of the layer that it runs for.
         assert group.weight is not None, "weights are stacked before they are used"
@@ -73,13 +73,14 @@ def patch(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> No
 
 
 _joined: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Group]]] = weakref.WeakKeyDictionary()
-"""The groups of a model: all its targets read one stack of their weights, which goes with the last of them. Were they
-stacked anew for one target, what another has recorded would read memory that is gone."""
+"""The groups of a model. All its targets share one stack of the weights, which is freed with the last target. If one
+target stacked them again, the recordings of another would read freed memory."""
 
 
 def groups_of(model: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then. All
-    targets get them in one order: what is compiled for one layer reads the stacks of another in it."""
+    """The linear maps of a model that can be joined, found once by watching a pass; no other pass of the model may run
+    meanwhile. All targets get them in the same order, because a program compiled for one layer is used for others,
+    whose stacks it reads in that order."""
     groups = [group for known in _joined.get(model, ()) if (group := known())]
     if not groups:
         groups = same_inputs(model, run)

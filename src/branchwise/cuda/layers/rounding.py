@@ -1,4 +1,4 @@
-"""Whether a layer in another form computes the same, but for rounding."""
+"""A test whether a layer in another form computes the same, except for rounding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 FARTHER = 2.0
-"""how many times as far as the layer's own result a typical node of the fused layer may lie from the widened one. On a
-CPU compiled layers lie 0.6 to 0.8 times as far in bfloat16 and 0.9 to 1.3 times in float32; in a small layer in
-bfloat16 an attention scale that is off by a tenth lies 4 to 9 times as far, the weights of another layer 100 times"""
+"""the largest error of a typical node of the fused layer, in errors of the layer's own result; both are measured from
+the widened result. On a CPU the error of compiled layers is 0.6 to 0.8 times as large in bfloat16 and 0.9 to 1.3 times
+in float32. In a small layer in bfloat16 it is 4 to 9 times as large if the attention scale is off by a tenth, and 100
+times with the weights of another layer"""
 FARTHER_IN_A_COLUMN = 8.0
-"""the same for the worst element of the output, whose error in a pass over one node is a single draw: the largest of
-thousands of such draws is 4 to 5 times the typical one; a wrong column lies 25 times as far or more over eight nodes"""
+"""the same bound for the worst element of the output, whose error in a pass over one node is a single random draw: the
+largest of thousands of such draws is 4 to 5 times the typical one. Over eight nodes the error of a wrong column is 25
+times as large or more"""
 
 
 def beyond_rounding(
@@ -24,13 +26,14 @@ def beyond_rounding(
     inputs: tuple[Any, Any, list[Tensor]],
     telling: Tensor | slice = slice(None),
 ) -> str | None:
-    """In words, how far `fused` is from `layer` in some of the nodes, if rounding does not explain it. Both are
-    functions of weights, stacked weights and tensors, of which the first are the hidden states (…, width).
+    """A sentence about the error of `fused` if rounding does not explain it, else None. Both `fused` and `layer` are
+    functions of weights, stacked weights and tensors, the first of which are the hidden states (…, width). Only some of
+    the nodes are compared.
 
     The layer is run three times on the same input: as the model computes it, fused, and widened, in a precision in
-    which rounding does not matter. How far the model's own result lies from the widened one is what rounding costs in
-    this layer, however large its residual stream and however many operations it has; the fused result may lie a little
-    farther. It usually lies closer, because a compiler leaves out roundings between operations.
+    which rounding does not matter. The distance of the model's own result from the widened one is the effect of
+    rounding in this layer, however large its residual stream and however many operations it has. The fused result may
+    be a little farther off. It is usually closer, because a compiler leaves out roundings between operations.
     """
     hidden = inputs[2][0]
     if hidden.is_floating_point():
@@ -53,8 +56,8 @@ def beyond_rounding(
 
 
 def _with_noise(layer: Callable[..., Any], inputs: tuple[Any, Any, list[Tensor]]) -> tuple[Any, Any, list[Tensor]]:
-    """The same inputs with noise for hidden states, as large as what the layer adds to them: the residual stream of a
-    text may be thousands of times larger, and its rounding in bfloat16 would hide the layer, its faults included."""
+    """The same inputs, but with noise as hidden states, of the size of what the layer adds to them. The residual stream
+    of a text may be thousands of times larger, and its rounding in bfloat16 would hide the layer and its faults."""
     weights, stacks, (hidden, *others) = inputs
     noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
     # In memory as the hidden states are: what is compiled is compiled for their strides.
@@ -72,7 +75,7 @@ def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(found: Any, telling: Tensor | slice) -> Tensor:
-    """(nodes, width): of the hidden states that a layer returns, alone or before other things, those of some nodes."""
+    """(nodes, width): the hidden states of some nodes. A layer returns hidden states alone or first in a tuple."""
     hidden: Tensor = pytree.tree_leaves(found)[0]
     return hidden.double().flatten(0, -2)[telling]
 

@@ -1,11 +1,11 @@
 """The decoder layer of a model over a few rows, as Triton kernels.
 
-Between the products of a layer stand norms, rotary positions, the KV cache, a gate and two residuals. Here each of them
-is done by the product before or behind it, so that a layer is four kernels beside its attention. A norm is in two
-places: whoever writes rows multiplies them with the weights of the norm that reads them, and sums their squares in
-parts; the product behind divides by the root of these sums when it is done. Whatever a kernel needs in the end it asks
-for before its product. Products with large matrices, or of many rows, are left to the library, and a kernel does the
-rest behind them. Without a CUDA device only tests import this file.
+Between the products of a layer there are norms, rotary positions, the KV cache, a gate and two residuals. Here each of
+them is fused into the product before or after it, so that a layer is four kernels besides its attention. A norm is
+split in two: the kernel that writes rows multiplies them with the weights of the norm that reads them, and sums their
+squares in parts; the product after the norm divides its result by the root of these sums. A kernel loads whatever it
+needs at its end before its product. Products with large matrices, or of many rows, are left to the library, and a
+kernel does the rest after them. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -37,33 +37,34 @@ from branchwise.cuda.products import (
 )
 
 MOST_EARLY = 256
-"""rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
+"""the most rows of kernels that start before the previous kernel is over; over more rows, each one fills the device"""
 FEW_ROWS = 128
 LARGE, MANY = 24 << 20, 512
-"""bytes of a matrix, and rows, from which on a library multiplies: on an H200 cuBLAS takes 32 microseconds for
-eight rows and the last matrix of a layer of Llama 3 8B, and a kernel of ours 52 (docs/log.md)"""
+"""the bytes of a matrix, and the number of rows, from which on a library multiplies: on an H200 cuBLAS takes 32
+microseconds for eight rows and the last matrix of a layer of Llama 3 8B, and our kernel 52 (docs/log.md)"""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut into programs; none of it changes the result but by rounding."""
+    """How a product is divided into programs. The choice changes the result only by rounding."""
 
     tile: int
-    """rows of a program"""
+    """the rows of a program"""
     columns: int
-    """outputs of a program"""
+    """the outputs of a program"""
     piece: int
-    """inputs of a slice that are read at a time"""
+    """the inputs of a slice that are read at a time"""
     warps: int = 4
     stages: int = 4
     slices: int = 1
-    """of the inputs, side by side: one of each warp"""
+    """the number of slices into which the inputs are divided, one for each warp"""
 
 
 def tiling(rows: int, inputs: int, outputs: int, size: int, *, pair: bool = False) -> Tiling:
-    """That of a product of so many rows, whose elements have `size` bytes; a program may find a pair of each output.
-    Measured on an H200 with the layers of three small models, one product after the other: few rows are bound by how
-    much is on its way at a time and by how many programs ask for it, more of them by what they read again."""
+    """The tiling of a product whose elements have `size` bytes; with `pair` a program computes two outputs for each
+    column. Measured on an H200 with the layers of three small models, one product after the other: products of few rows
+    are bound by the bytes in flight and by the number of programs that load them, those of more rows by repeated
+    reads."""
     wide, piece = outputs > inputs, piece_of(inputs)
     if size > 2:
         return Tiling(max(16, min(64, triton.next_power_of_2(rows))), 16, min(piece, 32), stages=2)
@@ -82,7 +83,7 @@ def tiling(rows: int, inputs: int, outputs: int, size: int, *, pair: bool = Fals
 
 
 BEHIND = Tiling(16, 64, 16, stages=1)
-"""what follows a product of the library"""
+"""the tiling of a kernel that follows a product of the library"""
 
 
 class Rows(NamedTuple):
@@ -90,21 +91,21 @@ class Rows(NamedTuple):
 
     states: Tensor
     weighted: Tensor
-    """times the weights of the norm that reads them"""
+    """the rows times the weights of the norm that reads them"""
     squares: Tensor
     """(rows, parts): the squares of the elements of each row, summed in parts"""
 
     @classmethod
     def of(cls, states: Tensor, norm: Tensor) -> Rows:
-        """Of rows that come from elsewhere."""
+        """The form for rows that no kernel of ours has written."""
         rows, width = states.shape
         squares = states.float().square().view(rows, parts_of(rows, width, states.element_size()), -1)
         return cls(states, states * norm, squares.sum(dim=-1))
 
 
 def parts_of(rows: int, width: int, size: int) -> int:
-    """In how many parts the squares of so many rows are summed where they come from elsewhere: in as many as `add` has,
-    so that one kernel reads both."""
+    """The number of parts in which the squares of rows that no kernel of ours has written are summed: as many as `add`
+    makes, so that one kernel reads both."""
     columns = tiling(rows, width, width, size).columns if rows <= MANY else BEHIND.columns
     return width // columns if width % columns == 0 else 1
 
@@ -117,11 +118,11 @@ class Turn(NamedTuple):
 
 
 Norm = tuple[Tensor, float]
-"""its weights, and what keeps it from dividing by zero"""
+"""the weights of a norm and its epsilon"""
 
 
 class Goal(NamedTuple):
-    """Where the keys and values of a pass are written: a layer of the cache (slots, heads, rows, width) each, and of
+    """Where the keys and values of a pass are written: a layer of the cache, (slots, heads, rows, width) each, and for
     every text its slot, -1 for none, and the row of its first node."""
 
     keys: Tensor
@@ -141,8 +142,8 @@ def read(
     nodes: int,
     head_norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
-    """(batch, nodes, heads, head width): the queries of normed rows; their keys and values go to the cache. Queries and
-    keys may be normed head by head, and have positions only if there is a turn."""
+    """(batch, nodes, heads, head width): the queries of normed rows; their keys and values are written to the cache.
+    Queries and keys may be normed head by head, and are rotated only if a `Turn` is given."""
     (_, weighted, squares), (keys, values, slots, starts) = rows, goal
     cos, sin = turn or (weighted.view(1, *weighted.shape),) * 2
     count, width = weighted.shape
@@ -172,7 +173,7 @@ def read(
 
 
 def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
-    """(rows, MLP width): the gated inner values of the MLP; the lines of `weight` are those of the gate first."""
+    """(rows, MLP width): the gated inner values of the MLP. In `weight` the lines of the gate come first."""
     count, inner = len(rows.states), weight.shape[0] // 2
     out, product = rows.states.new_empty(count, inner), _by_library(rows.weighted, weight)
     alone = tiling(count, weight.shape[1], inner, out.element_size(), pair=True)
@@ -186,8 +187,8 @@ def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
 
 
 def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, norm: Tensor) -> Rows:
-    """The states (rows, width), and added to them the inputs (rows, some) through a matrix, for a norm with these
-    weights."""
+    """The states (rows, width) plus the product of the inputs (rows, some) with a matrix, in the form that a norm with
+    these weights reads."""
     (count, width), product = states.shape, _by_library(inputs, weight)
     tiles = tiling(count, weight.shape[1], width, states.element_size()) if product is None else BEHIND
     parts = triton.cdiv(width, tiles.columns)
@@ -203,13 +204,13 @@ def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, nor
 
 
 def _by_library(rows: Tensor, weight: Tensor) -> Tensor | None:
-    """The product of rows with a matrix, if it is not the kernel's part to multiply."""
+    """The product of rows with a matrix by the library, if that is faster than the kernel; else None."""
     large = weight.numel() * weight.element_size() >= LARGE or len(rows) > MANY
     return functional.linear(rows, weight) if large else None
 
 
 def _shape(tiles: Tiling, rows: Tensor, outputs: int) -> dict[str, object]:
-    """How a program with so many outputs is launched. What is on its way at a time has to fit into shared memory."""
+    """The launch options of a program with this many outputs. Loads in flight must fit into shared memory."""
     stage = (tiles.tile + outputs) * tiles.slices * tiles.piece * rows.element_size()
     return {
         "tile": tiles.tile,
@@ -230,8 +231,8 @@ def _read(
     biased: tl.constexpr, normed: tl.constexpr, turned: tl.constexpr, made: tl.constexpr, parts: tl.constexpr,
     tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Part of the product of one head, of both of its halves, which rotary positions turn against each other. A
-    `factor` is the matrix, or, where it is made, the product."""
+    """Part of the product for one head: the matching elements of both halves, which rotary positions combine. `factor`
+    is the matrix, or, if `made`, the finished product."""
     half: tl.constexpr = head_width // 2
     chunks: tl.constexpr = (half + chunk - 1) // chunk
     every: tl.constexpr = (heads + 2 * kv_heads) * head_width

@@ -1,7 +1,7 @@
-"""Decoder layers of the usual kind, each of them a few kernels: attention behind a norm, a gated MLP behind another.
+"""Decoder layers of the common kind as a few kernels each: a norm and attention, then a norm and a gated MLP.
 
-A layer is known by its parts. Whether it computes what its kernels do is seen by their results: a layer is compared
-with the model's own in every pass that is recorded (`cuda.layers.fuse`).
+A layer is recognised by its parts. The kernels are checked by their results: in every pass that is recorded a layer is
+compared with the model's own (`cuda.layers.fuse`).
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = "self_attn.q_norm", "self_attn.k_norm"
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-"""names of parts: those of Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
+"""the names of the parts in Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
 READ_BY_ATTENTION = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cache_position"}
-"""what an attention is given that knows positions by rotation alone; Ministral 3 makes later queries larger besides"""
+"""the arguments of an attention whose positions are rotary alone; Ministral 3 also scales later queries"""
 READS, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-"""those that read the same rows"""
+"""the names of linear layers that read the same rows"""
 
 Stack = tuple[Tensor | None, Tensor | None]
-"""weights and biases of layers that read the same rows, one behind the other"""
+"""the stacked weights and biases of layers that read the same rows"""
 
 
 class Handed:
-    """What one part of a pass hands to the next besides its states."""
+    """Carries rows from one part of a pass to the next, besides the hidden states."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, Tensor | None, Rows] | None = None
-        """states, as they were given to the model, for which norm, and as a layer with this norm reads them"""
+        """the last hidden states, the norm for which they were prepared, and the rows that a layer with this norm
+        reads"""
 
     def put(self, states: Tensor, norm: Tensor | None, rows: Rows) -> None:
         self._last = states, norm, rows
 
     def rows(self, states: Tensor, norm: Tensor) -> Rows:
-        """States (batch, nodes, width) as a layer reads them that begins with this norm."""
+        """Hidden states (batch, nodes, width) in the form that a layer beginning with this norm reads."""
         if self._last is not None and self._last[0] is states and self._last[1] is norm:
             return self._last[2]
         return Rows.of(states.reshape(-1, states.shape[2]).contiguous(), norm)
 
     def forget(self) -> None:
-        """A pass is over."""
+        """Forget the last rows, at the end of a pass."""
         self._last = None
 
 
 class UsualLayer:
-    """What a decoder layer is made of; its weights are given with every call."""
+    """The structure of a decoder layer. Its weights are arguments of every call."""
 
     def __init__(self, layer: nn.Module, groups: Sequence[Sequence[nn.Linear]]) -> None:
         """`groups` are linear maps of the layer that are stacked. Raises a KeyError, an AttributeError or a ValueError
@@ -94,9 +95,10 @@ class UsualLayer:
         position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> Tensor:
-        """(batch, nodes, width): what the layer with these weights makes of hidden states in a pass with these
-        `inputs`, whose keys and values go to the `cache`, (slots, heads, rows, width) each. The weights of the norm of
-        the `following` layer are for what this one hands on, as it was `handed` rows itself."""
+        """(batch, nodes, width): the output of the layer with these weights for hidden states, in a pass with these
+        `inputs` whose keys and values go to the `cache`, (slots, heads, rows, width) each. `handed` carries the rows
+        from the previous layer; `following` are the weights of the next layer's norm, for the rows that this one hands
+        on."""
         batch, nodes, width = hidden.shape
         (weight, bias), (gates, _) = stacks[self._reads], stacks[self._gates]
         out, down = weights["self_attn.o_proj.weight"], weights["mlp.down_proj.weight"]
@@ -126,7 +128,7 @@ class UsualLayer:
 
 
 def _place(groups: Sequence[Sequence[nn.Linear]], parent: nn.Module, names: Sequence[str]) -> int:
-    """Which of the stacks has these parts, in this order."""
+    """The index of the stack that has these parts, in this order."""
     wanted = [parent.get_submodule(name) for name in names]
     for number, group in enumerate(groups):
         if len(group) == len(wanted) and all(one is other for one, other in zip(group, wanted, strict=True)):
@@ -142,7 +144,7 @@ def epsilon_of(norm: nn.Module) -> float:
 
 
 def usual_layer(layer: nn.Module, groups: Sequence[Sequence[nn.Linear]]) -> UsualLayer | None:
-    """The kernels of a layer, if it looks as if it were of the usual kind."""
+    """The kernels of a layer, if its parts are those of the common kind; else None."""
     try:
         return UsualLayer(layer, groups)
     except (KeyError, AttributeError, ValueError) as error:
