@@ -28,22 +28,22 @@ Block = tuple[Token, ...]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 NextProbs = Callable[[Block], Floats | Mapping[str, float] | None]
-"""What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, the rest of the
-mass belonging to any other token. None if nothing follows or if it is not known."""
+"""The distribution of the token after a prefix: an array over the vocabulary, or the known tokens with their
+probabilities, where the rest of the mass belongs to all other tokens. None if nothing follows or if it is not known."""
 
 EXPECTED = 5.0
-"""the fewest counts that a cell should expect, so that the statistic has nearly the distribution that its table says"""
+"""the least expected count of a cell with which the statistic is nearly chi-square distributed"""
 SAMPLES_PER_CELL = 40
-"""more cells would see finer differences and find large ones less surely"""
+"""the samples for each cell: more cells would find finer differences, but large differences less surely"""
 FEWEST_CELLS = 8
 POWER = 0.9
 
 
 class Partition:
-    """Cells for blocks of `length` tokens, as fine as `samples` of them can bear.
+    """Cells for blocks of `length` tokens, as fine as `samples` blocks allow.
 
-    Every cell belongs to a prefix: the blocks that start with it and go on with no longer prefix of the partition.
-    Prefixes join in the order of their probability, whatever their length.
+    Every cell belongs to a prefix and holds the blocks that start with it, but with no longer prefix of the partition.
+    Prefixes join in falling order of probability, whatever their length.
     """
 
     IMPOSSIBLE = 0
@@ -67,7 +67,7 @@ class Partition:
             self.prefixes.append(prefix)
             self._cells[prefix] = len(self.prefixes)
             masses.append(mass)
-            # Below this mass no two cells could be made of it.
+            # A prefix with less mass cannot be split into two cells.
             following = probs(prefix) if len(prefix) < length and mass >= 2 * least else None
             if following is None:
                 continue
@@ -77,7 +77,7 @@ class Partition:
             masses[-1] = mass * rest
             for token, share in heavy:
                 heappush(queue, (-mass * share, (*prefix, token)))
-        for negative, (*start, _) in queue:  # prefixes that found no place stay with what they continue
+        for negative, (*start, _) in queue:  # prefixes without a cell stay in the cell of what they continue
             masses[self._cells[tuple(start)]] -= negative
         self.probabilities: Floats = np.array(masses)
 
@@ -85,7 +85,7 @@ class Partition:
         return len(self.probabilities)
 
     def cell_of(self, block: Block) -> int:
-        """The cell of a block. A text that ended before a cell was settled lies with "any other token"."""
+        """The cell of a block. A text that ended within a prefix counts as that prefix with any other token."""
         for depth, token in enumerate(block[: self.length]):
             prefix = block[:depth]
             possible = self._possible.get(prefix)
@@ -104,13 +104,14 @@ class Partition:
 
 
 LEAST_REST = 1e-6
-"""Stated probabilities are rounded, so that what they leave to other tokens is never known to be nothing."""
+"""the least mass of all unnamed tokens: stated probabilities are rounded, so they never show that it is 0"""
 
 
 def _split(
     following: Floats | Mapping[str, float], least: float
 ) -> tuple[list[tuple[Token, float]], float, NDArray[np.bool_] | None]:
-    """Tokens of at least this probability, the mass of the others, and which are possible where not all are."""
+    """The tokens of at least the probability `least`, the mass of all others, and a mask of the possible tokens, or
+    None if all are possible."""
     if isinstance(following, np.ndarray):
         probs = following.astype(np.float64)
         probs = probs / probs.sum()
@@ -131,20 +132,21 @@ class BlockTest:
     context: str
     samples: int
     cells: int
-    """after pooling those that expect fewer than 5 counts"""
+    """the number of cells, after pooling those that expect fewer than 5 counts"""
     statistic: float
-    """G with Williams' correction, chi-square distributed with `freedom` degrees where the distribution is kept"""
+    """G with Williams' correction, chi-square distributed with `freedom` degrees of freedom if the distribution is
+    kept"""
     freedom: int
     impossible: int
-    """blocks in cells of probability 0, one of which is proof enough"""
+    """the number of blocks in cells of probability 0; a single such block is proof"""
     distance: float
-    """between frequencies and probabilities, over the cells"""
+    """the total variation between frequencies and probabilities of the cells"""
     expected_distance: float
     """the distance that chance alone explains"""
 
     @property
     def p_value(self) -> float:
-        """How often a correct decoder would do as badly."""
+        """The probability that the test of a correct decoder turns out as badly."""
         if self.impossible:
             return 0.0
         return float(stats.chi2.sf(self.statistic, self.freedom)) if self.freedom else 1.0
@@ -154,12 +156,12 @@ class BlockTest:
         return self.freedom > 0 or self.impossible > 0
 
     def detectable(self, level: float) -> float:
-        """The distance that a test at this level finds with probability 0.9, wherever it lies.
+        """The distance that a test at this level finds with probability 0.9, whichever cells differ.
 
-        The counts of another distribution give G a noncentral chi-square distribution, off by samples times the
-        chi-square distance of that distribution. Of all distributions at a total-variation distance d the hardest to
-        find raises one half of the mass in proportion and lowers the other half; its chi-square distance is 4 d², and
-        no other has a smaller one.
+        If the counts follow another distribution, G is noncentral chi-square distributed, and the noncentrality is the
+        number of samples times the chi-square distance of that distribution. Of all distributions at a total-variation
+        distance d, the hardest to find raises one half of the mass in proportion and lowers the other half. Its
+        chi-square distance is 4 d², and no other distribution has a smaller one.
         """
         if not self.freedom:
             return 1.0
@@ -204,7 +206,7 @@ def g_test(counts: Counts, probabilities: Floats, context: str = "") -> BlockTes
 
 
 def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats]:
-    """Put the least probable cells into one until every cell expects enough."""
+    """Merge the least probable cells into one cell until every cell expects enough counts."""
     order = np.argsort(probs, kind="stable")
     observed, probs = observed[order], probs[order]
     total = np.cumsum(probs)
@@ -217,16 +219,16 @@ def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats
 class BlockTests:
     """The tests of all contexts, judged as one family by Holm's procedure.
 
-    With several contexts a further test joins them all: it finds a bias that is too small in each of them.
+    With several contexts a further test joins them all: it finds a bias that is too small to be found in each.
     """
 
     contexts: tuple[BlockTest, ...]
     false_alarm: float = 1e-3
-    """for the whole family"""
+    """the false-alarm rate of the whole family"""
 
     @cached_property
     def family(self) -> tuple[BlockTest, ...]:
-        """The tests that say something; the one of all contexts is the last."""
+        """The tests that say something; the test of all contexts together is the last."""
         telling = tuple(test for test in self.contexts if test.says_something)
         return (*telling, self._together(telling)) if len(telling) > 1 else telling
 
@@ -236,12 +238,13 @@ class BlockTests:
 
     @property
     def level(self) -> float:
-        """What the first of the tests is held to."""
+        """The level of the test with the smallest p-value, which is the strictest level of Holm's procedure."""
         return self.false_alarm / max(len(self.family), 1)
 
     @cached_property
     def adjusted(self) -> tuple[float, ...]:
-        """For each test of the family the false-alarm rate at which it would just have been rejected."""
+        """For each test of the family its p-value after Holm: the false-alarm rate at which it would just be
+        rejected."""
         values = [test.p_value for test in self.family]
         found, highest = [0.0] * len(values), 0.0
         for turn, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -251,7 +254,7 @@ class BlockTests:
 
     @cached_property
     def detectable(self) -> float:
-        """The distance that would have been found with probability 0.9, if it is in every context."""
+        """The distance that would have been found with probability 0.9 if every context had it."""
         return self.family[-1].detectable(self.level) if self.family else 1.0
 
     @staticmethod

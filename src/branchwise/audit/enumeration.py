@@ -1,7 +1,7 @@
 """Enumerates every outcome of a verifier, each with its exact probability.
 
 A verifier runs on a batch. Whenever it asks for a random decision, the enumerator takes one outcome for each row and
-notes the others. Then it runs the verifier again with those prescribed, until no outcome is left. The verifier is the
+notes the others. Then it runs the verifier again with these prescribed, until no outcome is left. The verifier is the
 code that serves users; it cannot tell the difference.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from branchwise.verify import Verdicts
 
 Key = tuple[str, int]
-"""identifies a decision: its kind and number, which a verifier uses once in a step"""
+"""identifies a decision by its kind and number; a verifier uses each key once in a step"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,9 @@ class Outcomes:
     """Verdicts with the probability of all decisions that led to them."""
 
     rows: Tensor
-    """(outcomes,): which row of the batch each belongs to"""
+    """(outcomes,): the row of the batch to which each outcome belongs"""
     weights: Tensor
-    """(outcomes,) float64; those of one row sum to 1"""
+    """(outcomes,) float64: the probability of each outcome; those of one row sum to 1 over all runs"""
     verdicts: Verdicts
 
 
@@ -38,8 +38,8 @@ def outcomes(
 ) -> Iterator[Outcomes]:
     """Every outcome of a verifier for `rows` rows.
 
-    `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run. A
-    subclass as `chance` may leave some decisions out.
+    `verify` runs the verifier on the given rows (which may repeat) with the given chance; `most` bounds the rows of one
+    run. `chance` may be a subclass that leaves some decisions out.
     """
     scripts = [Script(torch.arange(rows), torch.ones(rows, dtype=torch.float64), {})]
     while scripts:
@@ -56,14 +56,14 @@ def outcomes(
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """What the next run does: which rows, and the prescribed outcome of each decision."""
+    """The input of the next run: its rows, and the prescribed outcome of each decision."""
 
     rows: Tensor
     weights: Tensor
-    """the probability of all prescribed outcomes, also of decisions that this run does not ask for: a batch may ask a
-    row for a decision that only other rows need, and a smaller batch may not."""
+    """the probability of all prescribed outcomes, also of decisions that this run does not ask for: in a batch a row
+    may be asked for a decision that only other rows need, and in a smaller batch it may not"""
     ways: dict[Key, Tensor]
-    """for each row an outcome, or nothing (-1)"""
+    """for each decision the outcome (rows,) that is prescribed for each row, or -1"""
 
     def split(self, most: int) -> list[Script]:
         return [
@@ -83,16 +83,16 @@ class Enumerator:
         self._script = script
         self._free = torch.full_like(script.rows, -1)
         self.weights = script.weights
-        """(rows,): of all decisions made and prescribed"""
+        """(rows,): the probability of all decisions made or prescribed"""
         self.made: dict[Key, Tensor] = {}
         """decisions in the order in which they were made"""
         self.forks: list[Fork] = []
         self._hopes: dict[int, tuple[Tensor, Tensor]] = {}
         self._tossed: dict[int, Tensor] = {}
-        """by number: the rows for which a coin has decided something"""
+        """for each coin number the rows (rows,) bool in which it was tossed with odds between 0 and 1"""
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
-        odds = odds.double().clone()  # what the verifier handed over stays its own
+        odds = odds.double().clone()  # a copy: the tensor belongs to the verifier
         for column in range(odds.shape[1]):
             decides = (odds[:, column] > 0) & (odds[:, column] < 1)
             before = self._tossed.get(draw + column)
@@ -120,7 +120,7 @@ class Enumerator:
         return self._decide("token", depth, probs.double())
 
     def _decide(self, kind: str, draw: int, weights: Tensor) -> Tensor:
-        """One way for each row, (batch,), out of outcomes with these weights (batch, ways)."""
+        """(batch,): one outcome for each row, out of outcomes with these weights (batch, ways)."""
         key = (kind, draw)
         assert key not in self.made, f"the verifier asked twice for {kind} {draw}"
         prescribed = self._script.ways.get(key, self._free)
@@ -136,7 +136,7 @@ class Enumerator:
         return decided
 
     def next(self) -> Script:
-        """The remaining outcomes: as before up to each fork, at the fork the other way, then free."""
+        """The script of the remaining outcomes: up to each fork as before, at the fork the other outcome, then free."""
         keys = list(dict.fromkeys([*self._script.ways, *self.made]))
         numbers = {key: number for number, key in enumerate(self.made)}
         columns: dict[Key, list[Tensor]] = {key: [] for key in keys}
@@ -146,7 +146,7 @@ class Enumerator:
                     column = fork.ways
                 elif key in numbers and numbers[key] < fork.before:
                     column = self.made[key][fork.rows]
-                else:  # what was prescribed stays so, also where this run did not come by
+                else:  # what was prescribed stays so, even if this run did not ask for it
                     column = self._script.ways.get(key, self._free)[fork.rows]
                 columns[key].append(column)
         rows = torch.cat([fork.rows for fork in self.forks])
@@ -156,12 +156,12 @@ class Enumerator:
 
 @dataclass(frozen=True, eq=False)
 class Fork:
-    """Outcomes that were not taken."""
+    """Outcomes of one decision that a run did not take."""
 
     before: int
-    """how many decisions had been made"""
+    """the number of decisions made before it"""
     key: Key
     rows: Tensor
     ways: Tensor
     weights: Tensor
-    """the probability of having come here and of going that way"""
+    """the probability of reaching the fork and taking this outcome"""

@@ -6,7 +6,7 @@ instance that distribution can be computed: all drafts that can be drawn, all de
 verifier can exceed on these drafts.
 
 A step of the lossy rule ends at an accepted node, and the next step begins with the distribution that the rule wants
-after it. So that distribution follows the emitted tokens of a fork, and then the target's own.
+after it. So the emitted tokens of a fork are continued by that distribution, and then by the target's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.longest import Longest, after_stop
 
 TOLERANCE = 1e-9
-"""how far from the target's distribution the emitted one may be, for rounding"""
+"""the largest distance from the target's distribution that rounding explains"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def audit_instance(instance: Instance, verifiers: list[Verifier], case: int = 0)
 def emitted(verifier: Verifier, drafts: Drafts, *, lazy: bool = True) -> tuple[float, float]:
     """Total-variation distance from the target's distribution, and block efficiency."""
     ended = [torch.zeros(table.size, dtype=torch.float64) for table in drafts.instance.p]
-    """by level: the mass of verdicts that emit exactly these tokens, coded like prefixes"""
+    """for each level the mass of verdicts that emit exactly these tokens, coded like prefixes"""
     for found in _outcomes(verifier, drafts, lazy):
         kept, _, codes, weights = _emitted_by(found, drafts)
         for level, mass in enumerate(ended):
@@ -101,8 +101,8 @@ def _emitted_by(found: Outcomes, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor
 
 
 def _distance(written: list[Tensor], instance: Instance) -> float:
-    """Total variation between the target's distribution and that of texts which begin with these masses, by level and
-    code, and go on with the target."""
+    """Total variation between the target's own texts and texts that begin with emitted tokens, whose masses are
+    `written` (by level and code), and are continued by the target."""
     target, probs = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for table, begun in zip(instance.p, written, strict=True):
         rows = torch.from_numpy(table)
@@ -128,15 +128,17 @@ class RootedFork(TreePolicy):
 def emitted_by_forks(
     instance: Instance, width: int, *, known: bool = True, stop: Stop | None = None, lazy: bool = True
 ) -> tuple[float, float]:
-    """The same two numbers for the lossy rule on forks of this many branches; with one branch the distance is 0.
+    """The two numbers of `emitted`, for the lossy rule on forks of `width` branches; with one branch the distance is 0.
 
-    `known` is how every step but the first of a text begins; `stop` may end forks early.
+    If `known`, the target's distribution begins the fork, as in every step of a text but the first. `stop` may end
+    forks early.
     """
     fork = RootedFork(width, instance.depth, torch.from_numpy(instance.p[0][0]) if known else None)
     drafts = Drafts.grown(fork if stop is None else stop.applied_to(fork), instance)
     probs = [torch.from_numpy(table) for table in instance.p]
     begun = [torch.zeros_like(table) for table in probs]
-    """by level: the mass of steps that emit exactly these tokens, coded like prefixes, and of the token after them"""
+    """for each level the mass of steps that emit exactly these tokens, coded like prefixes, and of the token after
+    them"""
     efficiency = 0.0
     for found in _outcomes(Longest(), drafts, lazy):
         kept, last, codes, weights = _emitted_by(found, drafts)
@@ -147,7 +149,7 @@ def emitted_by_forks(
         wanted /= row_sum(wanted)[:, None]
         for level in range(instance.depth):
             here = kept == level
-            # What follows a token that was not drafted is the target's distribution: nothing was tested.
+            # A token that was not drafted is followed by the target's distribution: nothing was tested after it.
             row = torch.where(drafted[here, None], wanted[here], probs[level + 1][codes[here]])
             begun[level + 1].index_add_(0, codes[here], row * weights[here, None])
         efficiency += float((weights * (kept + 1)).sum())
@@ -157,8 +159,9 @@ def emitted_by_forks(
 def lp_optimum(drafts: Drafts) -> float:
     """The highest block efficiency of any verifier on these drafts.
 
-    A verifier hands the mass of each drafted tree to nodes of it. With A(u) the mass handed to u and below, it can be
-    lossless iff A(uy) <= A(u) p(y|u), and its block efficiency is the sum of all A.
+    A verifier distributes the mass of each drafted tree over its nodes, at which accepted paths end. With A(u) as the
+    mass at u and below, a verifier can be lossless iff A(uy) <= A(u) p(y|u), and its block efficiency is the sum of all
+    A.
     """
     from scipy.optimize import linprog  # type: ignore[import-untyped]
     from scipy.sparse import csr_matrix, diags  # type: ignore[import-untyped]
@@ -172,13 +175,13 @@ def lp_optimum(drafts: Drafts) -> float:
         nodes = tuple(sorted(prefixes[row, : len(tree)].tolist()))
         masses[nodes] = masses.get(nodes, 0.0) + float(drafts.weights[row])
 
-    # A variable for every node of every tree: how much of the tree's mass is handed to it.
+    # A variable for every node of every tree: how much of the tree's mass it gets.
     tree_of = np.repeat(np.arange(len(masses)), [len(nodes) for nodes in masses])
     prefix_of = np.concatenate([np.array(nodes) for nodes in masses])
     variables = np.arange(len(prefix_of))
     whole = csr_matrix((np.ones(len(variables)), (tree_of, variables)))
     within, counted, above = [], [], prefix_of
-    for _ in range(depth + 1):  # each counts in A(u) for its own prefix u and all those above it
+    for _ in range(depth + 1):  # a variable counts in A(u) for its own prefix u and for all above
         within.append(above[above >= 0])
         counted.append(variables[above >= 0])
         above = np.where(above > 0, (above - 1) // vocabulary, -1)

@@ -12,8 +12,8 @@ from branchwise.errors import UsageError
 
 INTERRUPTED = "The audit was interrupted; what it had gathered is shown and decides nothing."
 SUSPICIOUS = 10.0
-"""a p-value within this factor of a false alarm leaves an audit undecided: a correct decoder meets it that much more
-often, and a decoder with a small bias meets it first"""
+"""a p-value up to this many times the false-alarm rate leaves an audit undecided: a correct decoder gets
+there this many times as often as it raises a false alarm, and a decoder with a small bias gets there first"""
 
 
 def check_demands(false_alarm: float, limit: float, **counts: int) -> None:
@@ -32,9 +32,9 @@ class Activity:
     """What speculation did while the blocks were sampled."""
 
     drafted: int
-    """levels of trees, which for a chain are its tokens"""
+    """drafted levels of trees; those of a chain are its tokens"""
     accepted: int
-    """levels of which a node was accepted"""
+    """drafted levels in which a node was accepted"""
 
     @property
     def rejected(self) -> int:
@@ -75,8 +75,8 @@ def judge(
     """The finding of an audit.
 
     `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `gaps`
-    what was not tested; `activity` is None if it was not counted. A doubt leaves it UNDECIDED. If no difference was
-    found, so does a gap, a p-value that is suspicious without being decisive, tests that could not have found a
+    what was not tested; `activity` is None if it was not counted. A doubt leaves the audit UNDECIDED. If no difference
+    was found, so do a gap, a p-value that is suspicious without being decisive, tests that could not have found a
     distance of `limit`, and a rule that was not tested because nothing was accepted or nothing rejected.
     """
     failed = [
@@ -118,7 +118,7 @@ def judge(
 
 
 def shorten(prompt: str, most: int = 40) -> str:
-    """A prompt as the name of its context."""
+    """A prompt, shortened to the name of its context."""
     line = " ".join(prompt.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 

@@ -1,4 +1,4 @@
-"""Small worlds in which everything can be enumerated: a target and a drafter over a few tokens and levels.
+"""Instances in which everything can be enumerated: a target and a drafter over few tokens and levels.
 
 A prefix of tokens is coded as a number in base V, so the distributions of a level are one table (V^level, V).
 """
@@ -29,7 +29,7 @@ from branchwise.errors import UsageError
 
 Table = NDArray[np.float64]
 SIMILARITIES = {"close": 0.3, "medium": 1.0, "far": 2.0}
-"""how much noise separates log q from log p"""
+"""the standard deviation of the noise between log q and log p"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class Drafts:
     instance: Instance
     trees: list[DraftTree]
     weights: Tensor
-    """(trees,) float64"""
+    """(trees,) float64: the probability of each tree"""
 
     @classmethod
     def of(cls, kind: str, instance: Instance) -> Drafts:
@@ -111,7 +111,7 @@ class Drafts:
 
     @classmethod
     def grown(cls, policy: TreePolicy, instance: Instance, budget: Budget | None = None) -> Drafts:
-        """All that a tree policy can draw from the distributions q, as deep as they reach."""
+        """All trees that a tree policy can draw from the distributions q, no deeper than the instance."""
         most = budget or Budget(nodes=1 << 16, depth=instance.depth)
         found = grown_trees(policy, instance.draft_probs, Budget(most.nodes, min(most.depth, instance.depth)))
         return cls(instance, [tree for _, tree in found], torch.tensor([w for w, _ in found], dtype=torch.float64))
@@ -122,10 +122,10 @@ class Drafts:
 
     @cached_property
     def codes(self) -> Tensor:
-        """(trees, nodes): the prefix of each node as a number"""
+        """(trees, nodes): the code of the prefix of each node"""
         tokens, parents = self.batch.tokens, self.batch.parents.clamp_min(0)
         codes = torch.zeros_like(tokens)
-        for node in range(1, self.batch.nodes):  # parents stand before their children
+        for node in range(1, self.batch.nodes):  # parents come before their children
             codes[:, node] = codes.gather(1, parents[:, node, None])[:, 0] * self.instance.vocabulary + tokens[:, node]
         return codes
 
@@ -138,12 +138,12 @@ class Drafts:
 
 
 class ExactProbs:
-    """Distributions of known rows, in float64."""
+    """The target's distributions as given rows, in float64."""
 
     greedy = False
 
     def __init__(self, p: Tensor, *, lazy: bool = True) -> None:
-        """`p` (batch, nodes, vocabulary); `lazy` as on the host, or not, as on a device."""
+        """`p` (batch, nodes, vocabulary); `lazy` as on the host; not lazy as on a device."""
         self.p = p
         self.lazy = lazy
         self.together = True

@@ -1,10 +1,10 @@
 """The audit of methods: tree policy and verifier together, through every draft and every coin.
 
 A method is audited with its own policy and its own rule, on a tree small enough to enumerate and on small distributions
-in place of the draft model's, or of the trained head's. What a draft model does to its distributions before they are
-drawn from (temperature, remembered distributions of the target) makes other distributions, and those of the instances
-are as good as any. A trimmed draft model, and a trained head with its table, know some tokens only: a distribution with
-zeros, so one token is cut out for them. `branchwise audit model --head FILE` audits a head itself.
+in place of the draft model's, or of the trained head's. A draft model may change its distributions before it draws from
+them (temperature, remembered distributions of the target). That makes other distributions, and those of the instances
+are as good as any. A trimmed draft model, and a trained head with its table, know only some tokens: their distributions
+have zeros, so one token is cut out for them. `branchwise audit model --head FILE` audits a head itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from branchwise.verify import VERIFIERS, check_pairing
 
 VOCABULARY = 3
 SEEDS = (0, 1)
-"""instances of each similarity"""
+"""the seeds of the instances of each similarity"""
 DEPTH = 3
-"""of the distributions; trees are no deeper"""
+"""the depth of the instances; no tree is deeper"""
 FORK = (2, 3)
-"""branches and depth of a lossy fork, of which the second level is the first that may be the last;
-`branchwise.methods.DISTANCES` says what was measured on it"""
+"""branches and depth of a lossy fork: deep enough that a stop, which is asked from the second level on, can end it;
+`branchwise.methods.DISTANCES` has what was measured on it"""
 
 SMALL = {
     "chain": "chain:3",
@@ -59,27 +59,27 @@ SMALL = {
     "template": "template:sequoia-24",
     "fork-lossy": f"fork-lossy:{FORK[0]}x{FORK[1]}",
 }
-"""the same policies with few nodes; a template keeps its first levels"""
+"""for every policy a tree with few nodes; a template keeps its first levels"""
 DELAYED = "paths:2x3@1"
 STOP = "confidence:0.7"
-"""on three tokens a level is unsure more often than on many, and a stop that never stops would prove nothing"""
+"""chosen for three tokens, so that levels are often unsure: a stop that never stops would prove nothing"""
 FEW = Budget(nodes=25, depth=2)
-"""for a template"""
+"""the budget of a template"""
 
 
 @dataclass(frozen=True)
 class MethodAudited:
-    """What a method does on all instances."""
+    """What the audit of a method found, over all instances."""
 
     method: Method
     tree: str
-    """what was enumerated"""
+    """the tree that was enumerated"""
     tv: float
     """the largest total-variation distance of the emitted distribution from the target's"""
     block_efficiency: float | None = None
     """expected tokens per step, the mean over the instances"""
     drafts: int | None = None
-    """trees that can be drafted, over all instances"""
+    """the number of trees that can be drafted, over all instances"""
 
     @property
     def lossless(self) -> bool:
@@ -109,7 +109,7 @@ class MethodAudited:
 
 
 class Fixed(TreePolicy):
-    """A policy that draws nothing: what a drafter without distributions, such as `ngram`, does."""
+    """A policy that draws nothing, in place of a drafter without distributions, such as `ngram`."""
 
     draw = Draw.FIXED
 
@@ -142,7 +142,7 @@ def audit_method(method: Method) -> MethodAudited:
 
 
 def instances(method: Method) -> Iterator[Instance]:
-    """The same small worlds for every method, always."""
+    """The small instances of a method: every method, in every audit, has the same seeds."""
     name, _, options = split_spec(method.draft)
     trimmed = name == HEAD or "trim" in options
     for sigma, seed in itertools.product(SIMILARITIES.values(), SEEDS):
@@ -151,13 +151,13 @@ def instances(method: Method) -> Iterator[Instance]:
 
 
 def without_last_token(instance: Instance) -> Instance:
-    """A drafter that does not know the last token."""
+    """The instance with a drafter that does not know the last token."""
     tables = [np.where(np.arange(VOCABULARY) < VOCABULARY - 1, table, 0.0) for table in instance.q]
     return replace(instance, q=tuple(table / table.sum(axis=1, keepdims=True) for table in tables))
 
 
 def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
-    """The small tree that represents the method's, and all its outcomes."""
+    """The small tree that stands for the tree of the method, and everything that can be drafted on it."""
     name, _, _ = split_spec(method.draft)
     drafter = DRAFTERS.find(name)
     # An n-gram drafter may copy a chain from the text, with nothing drawn.
@@ -176,7 +176,7 @@ def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
 
 
 def small(tree: str) -> str:
-    """The same policy with few nodes; a stop stays a stop."""
+    """The tree policy of `tree` with few nodes; a stop stays a stop."""
     name, _, options = split_spec(tree)
     if name not in SMALL:
         raise UsageError(f"There is no small tree to stand for {tree}; trees that can be audited: {', '.join(SMALL)}.")

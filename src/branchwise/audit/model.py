@@ -35,13 +35,13 @@ from branchwise.progress import Progress, silent
 from branchwise.verify import VERIFIERS
 
 AHEAD = 64
-"""Texts may be this much longer than a block, so that trees grow as deep as in real use; the rest is cut off."""
+"""texts may be this many tokens longer than a block, so that trees grow as deep as in real use; the rest is cut off"""
 TIE = 1e-3
 """logits closer than this are equal within the precision of float32"""
 ROUGH_TIE = 0.05
 """the same for lower precision"""
 MOST_ROUNDED = 8
-"""texts in one batch on the copy in bfloat16"""
+"""the most texts in one batch on the copy in bfloat16"""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class Plan:
     """How much an audit samples, and its error rates."""
 
     samples: int = 1000
-    """blocks for each prompt"""
+    """the number of blocks for each prompt"""
     length: int = 3
-    """tokens of a block"""
+    """the number of tokens of a block"""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     greedy_tokens: int = 48
-    """tokens of each greedy text; 0 compares none"""
+    """the number of tokens of each greedy text; 0 compares no greedy texts"""
     near_ties: bool = True
-    """compare greedy texts in bfloat16 too, on a copy of the model"""
+    """whether to compare greedy texts in bfloat16 too, on a copy of the model"""
     false_alarm: float = 1e-3
     """how often a correct decoder may be found NOT LOSSLESS, all tests together"""
     limit: float = 0.1
-    """the distance that must be detectable for a finding LOSSLESS"""
+    """the distance that must be detectable for the finding LOSSLESS"""
     seed: int | None = None
     raw: bool = False
-    """take prompts as they are, without the chat template"""
+    """whether to take prompts as they are, without the chat template"""
 
     def __post_init__(self) -> None:
         if self.sampling.greedy:
@@ -79,11 +79,11 @@ class Difference:
 
     prompt: str
     position: int
-    """tokens of the answer before it"""
+    """the number of tokens of the answer before the difference"""
     plain: str
     speculative: str
     gap: float
-    """between the logits of the two tokens in the model's own forward pass"""
+    """the distance between the logits of the two tokens in the model's own forward pass"""
 
     def __str__(self) -> str:
         return (
@@ -99,7 +99,7 @@ class Greedy:
     dtype: str
     prompts: int
     tokens: int
-    """of plain decoding"""
+    """the number of tokens of plain decoding"""
     differences: list[Difference]
 
     @property
@@ -236,20 +236,21 @@ class ModelAuditor:
         )
 
     def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: list[Stats]) -> None:
-        """Sample the blocks of one prompt and test them; after Ctrl-C those that were ready."""
+        """Sample the blocks of one prompt and test them; after Ctrl-C only those that were ready."""
         partition = self._partition(number)
         generations: list[Generation] = []
         try:
             self._run(llm, number, what, generations)
         finally:
-            # In the order of their seeds up to the first that is missing: texts that end early have other tokens.
+            # In the order of their seeds, up to the first that is not ready: texts that are ready early have other
+            # tokens.
             ready = list(takewhile(self._ready, generations))
             stats += [generation.stats for generation in ready]
             blocks: list[Block] = [tuple(generation.token_ids[: self.plan.length]) for generation in ready]
             gathered.append(partition.test(blocks, shorten(self.prompts[number])))
 
     def _run(self, llm: LLM, number: int, what: str, generations: list[Generation]) -> None:
-        """Write the texts of one prompt in a batch; the prompt is prefilled once and its cache rows are copied."""
+        """Generate the texts of one prompt in a batch; the prompt is prefilled once, and its cache rows are copied."""
         engine, plan = llm.engine, self.plan
         seeds = random.Random(f"{self.seed} {number}")
         source = SequenceState(list(self._tokens[number]))
@@ -280,7 +281,7 @@ class ModelAuditor:
             engine.target.close(source)
 
     def _ready(self, generation: Generation) -> bool:
-        """Whether its block is complete: long enough, or ended by the text itself."""
+        """Whether the block of a text is complete: long enough, or ended by a stop token."""
         length = len(generation.token_ids)
         return length >= self.plan.length or bool(length and generation.token_ids[-1] in generation.request.stop_tokens)
 
@@ -324,9 +325,9 @@ class ModelAuditor:
 
 
 def first_difference(llm: LLM, prompt: str, tokens: list[int], plain: list[int], speculative: list[int]) -> Difference:
-    """Where the two continuations of a prompt, which is given with its tokens, part."""
+    """Where two continuations of a prompt part; `tokens` are those of the prompt."""
     position = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(plain, speculative, strict=False))))
-    gap = float("inf")  # one text ends where the other goes on after the same tokens
+    gap = float("inf")  # if one text ends and the other goes on after the same tokens
     if position < min(len(plain), len(speculative)):
         logits = own_logits(llm, tokens + plain[:position])
         gap = abs(float(logits[plain[position]] - logits[speculative[position]]))
@@ -335,14 +336,14 @@ def first_difference(llm: LLM, prompt: str, tokens: list[int], plain: list[int],
 
 
 def own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    """(vocabulary,) float32: what follows these tokens."""
+    """(vocabulary,) float32: the logits after these tokens."""
     target = llm.engine.target
     assert isinstance(target, TransformersTarget), "an LLM runs on a model of transformers"
     return target.own_logits(torch.tensor([tokens], device=target.device))[0, -1].float()
 
 
 def in_bfloat16(llm: LLM, slots: int) -> LLM:
-    """A copy as if loaded in bfloat16: weights are rounded, position tables are not."""
+    """A copy of the model as if loaded in bfloat16: weights are rounded, position tables are not."""
     model = copy.deepcopy(llm.model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -368,7 +369,7 @@ class OwnProbs:
         self.tie = TIE if dtype_of(llm) == "float32" else ROUGH_TIE
 
     def __call__(self, prefix: Block) -> Floats | None:
-        """(vocabulary,), or None after the end of a text and if a cut falls between two equal tokens."""
+        """(vocabulary,), or None after the end of a text, or if rounding decides which tokens a cut keeps."""
         if prefix and prefix[-1] in self.llm.stop_tokens:
             return None
         tokens = [*self.prompt, *map(int, prefix)]

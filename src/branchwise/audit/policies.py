@@ -1,10 +1,11 @@
 """Every tree that a tree policy can grow, each with its exact probability.
 
-The policy is the code that serves users. It runs with a sampler that follows a script: after the end of the script it
-takes one outcome and notes the others, and the policy runs again for each of those, until none is left.
+The policy is the code that serves users. It runs with a sampler that follows a script. After the end of the script the
+sampler takes one outcome of each draw and notes the others, and the policy runs again for each of these, until none is
+left.
 
-Arrival times have too many outcomes. Only stochastic beam search asks for them, and only the order of arrivals matters
-to it, whose distribution can be computed (`arrivals`). For each order the policy runs with waits that produce it.
+Arrival times have too many outcomes. Only stochastic beam search draws them, and only their order matters to it. The
+distribution of that order can be computed (`arrivals`), and for each order the policy runs with waits that produce it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from branchwise.draft.sparse import Probs, ProbsBatch
 
 Prefix = tuple[int, ...]
 Rule = Callable[[Prefix], Tensor]
-"""the distribution (vocabulary,) float64 after the tokens below the root"""
+"""from the tokens below the root to the distribution (vocabulary,) float64 after them"""
 
 
 class Weighed(NamedTuple):
@@ -39,7 +40,7 @@ class Weighed(NamedTuple):
 def grown_trees(policy: TreePolicy, rule: Rule, budget: Budget) -> list[Weighed]:
     """All trees of a policy over these distributions; their weights sum to 1.
 
-    Every run starts from the policy as it stands: what it learns from a tree is forgotten before the next.
+    Every run starts from the policy as given: what it learns from a tree is forgotten before the next run.
     """
     found: dict[tuple[object, ...], Weighed] = {}
     for weight, tree in _weighed(policy, rule, budget):
@@ -82,7 +83,7 @@ class ScriptedSampler(DraftSampler):
 
     script: list[int]
     weight: float = 1.0
-    """the probability of all that was drawn"""
+    """the probability of all draws so far"""
     others: list[list[int]] = field(default_factory=list)
     """the scripts of the outcomes not taken"""
     _made: list[int] = field(default_factory=list)
@@ -119,7 +120,7 @@ class ScriptedSampler(DraftSampler):
         return tokens
 
     def _draw(self, masses: dict[int, float]) -> int:
-        """One token, where tokens have these masses, which need not sum to 1."""
+        """One token of `masses`, which need not sum to 1."""
         ways = sorted(masses)
         turn = len(self._made)
         if turn < len(self.script):
@@ -143,11 +144,12 @@ def masses_of(probs: Probs) -> dict[int, float]:
 
 
 def arrivals(rule: Rule, width: int, levels: int) -> Iterator[tuple[float, list[Prefix]]]:
-    """The orders in which the first prefixes of each length can be met, and how probable each is.
+    """The orders in which the first prefixes of each length can arrive, with their probabilities.
 
-    Continuations of full length race, each with its probability as its rate: they come in the order of draws without
-    replacement. A level of the beam holds the first `width` prefixes of its length that are met on the way. The order
-    has the first `width` of full length, behind them the shorter ones that are not met with those.
+    Continuations of full length race, each with its probability as its rate: they arrive in the order of draws without
+    replacement. A prefix is met with the first of its continuations. A level of the beam holds the first `width`
+    prefixes of its length that are met. An order has the first `width` prefixes of full length, and after them the
+    shorter prefixes that are not met with those.
     """
 
     def meet(length: int, met: list[Prefix]) -> Iterator[tuple[float, list[Prefix]]]:
@@ -157,7 +159,7 @@ def arrivals(rule: Rule, width: int, levels: int) -> Iterator[tuple[float, list[
             yield 1.0, met
         elif len(known) == width or not others:
             yield from meet(length - 1, met)
-        else:  # whatever longer ones come in between, the next new one is drawn from those that are not met yet
+        else:  # whatever longer prefixes come in between, the next new one is drawn from those not met yet
             whole = math.fsum(others.values())
             for prefix, mass in others.items():
                 for weight, order in meet(length, [*met, prefix]):
@@ -185,7 +187,7 @@ class ArrangedSampler(DraftSampler):
             for length in range(len(prefix) + 1):
                 self._times.setdefault(prefix[:length], time)
         self._nodes = sorted(self._times, key=lambda prefix: (len(prefix), self._times[prefix]))
-        """as they join the tree"""
+        """the prefixes in the order in which they join the tree"""
 
     def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
         return [self._nodes[draw][-1] for _, draw in draws]
@@ -194,7 +196,7 @@ class ArrangedSampler(DraftSampler):
         raise NotImplementedError("a beam draws one token at a time")
 
     def wait(self, draw: int) -> float:
-        """How long the next sibling of a node takes, times the rate by which the policy divides it."""
+        """The time until the next sibling of a node arrives, times the rate by which the policy divides it."""
         prefix = self._nodes[draw]
         parent, now = prefix[:-1], self._times[prefix]
         siblings = {other[-1]: time for other, time in self._times.items() if other and other[:-1] == parent}

@@ -27,13 +27,13 @@ HINTS = {
     "timeout": "give it longer with --timeout.",
 }
 TOP_LOGPROBS = (20, 5)
-"""how many alternatives the reference is asked for; the second if it refuses the first"""
+"""how many alternatives the reference is asked for; the second number if it refuses the first"""
 
 ROUND = 64
-"""requests between two looks at how many texts are still missing"""
+"""the most requests that are sent before the missing texts are counted again"""
 
 ATTEMPTS = 4
-"""how often the reference is asked again after a text that ended at once, for which some servers state nothing"""
+"""how often the reference is asked while its texts end at once: for such a text some servers state no probabilities"""
 
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|")
 _COUNTER = re.compile(r"^\S*spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE)
@@ -46,9 +46,9 @@ class Answer:
     tokens: tuple[str, ...]
     text: str
     tops: tuple[dict[str, float], ...]
-    """for each token the most probable ones in its place, with their probabilities"""
+    """for each token the most probable tokens in its place, with their probabilities"""
     prompt_tokens: int | None
-    """how many tokens the server found in the prompt, where it says so"""
+    """the number of tokens of the prompt, if the server reports it"""
 
 
 class Server(Client):
@@ -74,7 +74,7 @@ class Server(Client):
         return [self._read(choice, prompt_tokens) for choice in choices]
 
     def counters(self) -> tuple[int, int] | None:
-        """Tokens drafted and accepted since the server started, where it counts them as vLLM does."""
+        """Tokens drafted and accepted since the server started; None if it does not count them as vLLM does."""
         counts: dict[str, float] = defaultdict(float)
         for kind, value in _COUNTER.findall(self.page("/metrics") or ""):
             counts[kind] += float(value)
@@ -102,7 +102,7 @@ class Server(Client):
 
 
 class StatedProbs:
-    """What follows a prompt and the first tokens of an answer, as the reference states it."""
+    """The distribution after a prompt and the first tokens of an answer, as the reference states it."""
 
     def __init__(self, reference: Server, prompt: str) -> None:
         self.reference = reference
@@ -111,7 +111,7 @@ class StatedProbs:
         self._strings_are_text = True
 
     def __call__(self, prefix: Block) -> dict[str, float] | None:
-        """The known tokens with their probabilities, or None where the text would not be read as these tokens."""
+        """The known tokens with their probabilities, or None if the server would not read the text as these tokens."""
         if prefix and not self._strings_are_text:
             return None
         answer = self._ask(self.prompt + "".join(map(str, prefix)))
@@ -119,7 +119,7 @@ class StatedProbs:
             return None
         if not prefix:
             self._prompt_tokens = answer.prompt_tokens
-            # Some servers report tokens in another spelling than the text's; joined, they would be another text.
+            # Some servers spell tokens in another way than the text does; joined, they would be another text.
             self._strings_are_text = answer.tokens[0] == answer.text or not distinct(answer.tokens[0])
         elif self._prompt_tokens is not None and answer.prompt_tokens != self._prompt_tokens + len(prefix):
             return None  # prompt and prefix were read as other tokens than they were written as
@@ -136,10 +136,10 @@ class StatedProbs:
 
 
 def distinct(token: str) -> bool:
-    """Whether its string identifies a token.
+    """Whether a token is identified by its string.
 
-    Strings of parts of a character do not, nor those of special tokens, which some servers report at the end of a text
-    and others omit. They count as "any other token".
+    Tokens with parts of a character are not, nor are special tokens, which some servers report at the end of a text and
+    others omit. They count as "any other token".
     """
     return not ("\ufffd" in token or token.startswith("bytes:") or _SPECIAL.fullmatch(token))
 
@@ -183,7 +183,7 @@ class Gathered:
 
     @property
     def strange(self) -> bool:
-        """Whether no text starts with a token that the reference named, though those are most of the mass."""
+        """Whether no text starts with a token that the reference named, though those have most of the mass."""
         unnamed = self.partition.cell_of(())
         never = all(self.partition.cell_of(block[:1]) == unnamed for block in self.blocks)
         return len(self.blocks) >= 20 and never and self.partition.probabilities[unnamed] < 0.5
@@ -209,8 +209,8 @@ def audit_server(
 ) -> ServerAudit:
     """Ask whether a server keeps the distribution that the reference states, with `samples` texts for each prompt.
 
-    `per_request` texts are asked for at once where the server allows it, in `threads` requests at a time. Ctrl-C ends
-    it with what was gathered.
+    `per_request` texts are asked for at once if the server allows it, in `threads` requests at a time. Ctrl-C ends
+    the audit with what was gathered.
     """
     if not prompts:
         raise UsageError("There are no prompts to audit with.")
@@ -227,7 +227,7 @@ def audit_server(
     before = audited.counters()
     pool = ThreadPoolExecutor(threads)
     try:
-        at_once = len(audited(prompts[0]))  # what is wrong with the server shows before the work begins
+        at_once = len(audited(prompts[0]))  # a faulty server shows its fault before the work begins
         probs = [StatedProbs(stating, prompt) for prompt in prompts]
         jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
         for done, _ in enumerate(as_completed(jobs), start=1):
@@ -274,7 +274,8 @@ def _sample(
 ) -> None:
     """Ask for the texts of one prompt, about `at_once` with each request.
 
-    Every text that was asked for counts: those that come back first have other tokens than those that take longer.
+    Every text that was asked for counts, because texts that come back first have other tokens than texts that take
+    longer.
     """
     while len(entry.blocks) < samples:
         requests = math.ceil((samples - len(entry.blocks)) / at_once)

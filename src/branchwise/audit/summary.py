@@ -33,10 +33,11 @@ class Line:
     drafts: str
     verifier: str
     tv: float
-    """the largest"""
+    """the largest total-variation distance"""
     block_efficiency: float
-    """the mean"""
+    """the mean block efficiency"""
     lp: float
+    """the mean optimum"""
 
     @property
     def share(self) -> float:
@@ -44,7 +45,7 @@ class Line:
 
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Line]]:
-    """By similarity, in the order in which they came; within, by drafts, the best verifier first."""
+    """The lines of each similarity, in order of first appearance; within, sorted by drafts, the best verifier first."""
     groups: dict[tuple[str, str, str], list[Audited]] = defaultdict(list)
     for row in rows:
         groups[row.similarity, row.audited.drafts, row.audited.verifier].append(row.audited)

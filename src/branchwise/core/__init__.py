@@ -1,1 +1,1 @@
-"""What everything else speaks of: trees, their batches, probabilities, sampling, randomness, sequences."""
+"""What all other folders build on: trees, batches of trees, probabilities, sampling, randomness, sequences, text."""

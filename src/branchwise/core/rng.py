@@ -1,10 +1,12 @@
-"""The source of every random decision: counter-based, so that a draw depends on its key alone.
+"""Counter-based random numbers: every draw is a hash of its key and depends on nothing else.
 
-A verifier asks a `Chance`, which answers for the whole batch. In production the answers are hashes of (seed, position,
-purpose): batch size, budget and device do not change them. The audit passes an enumerator instead.
+A verifier asks a `Chance` for every random decision and gets the answers for the whole batch. In production, that is
+`SeededChance`, the key is (seed, position, purpose): batch size, budget and device do not change a draw. The audit
+passes an enumerator instead.
 
-A categorical draw is an exponential race. `race` is the race over tensors, on any device, and `race_sparse` the same
-race over a few tokens in Python integers; `draft/recycle/paths_kernel.py` has it in Triton.
+A token is drawn from a distribution by an exponential race, which is the Gumbel-max trick in terms of arrival times.
+`race` is the race over tensors, on any device. `race_sparse` is the same race over a few tokens in Python integers, and
+`draft/recycle/paths_kernel.py` has it in Triton.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ class Chance(Protocol):
     """
 
     def token(self, probs: Tensor, depth: int) -> Tensor:
-        """One token per distribution (batch, vocabulary) for the position `depth` + 1 after the root.
+        """(batch,) int64: one token from each distribution (batch, vocabulary), for the position `depth` + 1 after the
+        root.
 
         The key is the position and not the step, so every step that reaches a position draws the same token from the
-        same distribution. Therefore `match` equals plain decoding seed for seed; it is exact because the noise of a
-        position is used once: when the walk leaves the tree, the token that it drew is emitted.
+        same distribution. Therefore `match` equals plain decoding seed for seed. It is exact because the noise of a
+        position is used once: if the walk leaves the tree, the token that it drew last is emitted.
         """
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
-        """(batch,) int64: toss n coins with these odds (batch, n) in order; index of the first success, n if all fail.
+        """(batch,) int64: toss n coins, which succeed with the probabilities `odds` (batch, n), in order; the index of
+        the first success, or n if all fail.
 
-        The coins are numbered draw, draw + 1, …: tossing them in several calls changes nothing.
+        The coins have the numbers draw, draw + 1, …, so tossing them in several calls changes nothing.
         """
 
     def hopes(self, bounds: Tensor, draw: int) -> Tensor:
-        """(batch, n) bool: which of n coins could succeed at odds up to these bounds; asked before `first`, it saves
-        computing the odds of coins that fail in any case."""
+        """(batch, n) bool: which of n coins succeed if their odds are as high as these bounds. Asked before `first`, it
+        saves computing the odds of coins that fail in any case."""
 
     def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
         """(batch,) int64: one token from each distribution (batch, vocabulary), which need not be normalised."""
@@ -55,9 +59,9 @@ class SeededChance:
     def __init__(self, seeds: Tensor, roots: Tensor, role: str = "verify", device: torch.device | None = None) -> None:
         """`seeds` (batch,) int64, and `roots` (batch,) int64, the position of each root in its sequence.
 
-        Every step emits at least one token, so the root position is the key of the step. `role` separates a drafter's
-        noise from a verifier's, from which a draft must be independent. Both tensors are copied to the `device` when
-        they are first used on it.
+        Every step emits at least one token, so the position of the root identifies the step. `role` separates the noise
+        of a drafter from that of a verifier, because a draft must be independent of the coins that judge it. Both
+        tensors are copied to the `device` when they are first used there.
         """
         self.host = seeds, roots
         self.role = role
@@ -78,7 +82,7 @@ class SeededChance:
     def tokens(self, probs: Tensor, depths: Tensor) -> Tensor:
         """(batch, n) int64: `token` for many nodes (batch, n, vocabulary) at their depths (batch, n) at once.
 
-        Nodes of one depth share their noise: a walk visits at most one of them.
+        Nodes of one depth share their noise, because a walk visits at most one of them.
         """
         keys = self._keys("token", self.roots[:, None] + (depths + 1), 0)
         return race(probs.flatten(0, 1), keys.flatten()).view(depths.shape)
@@ -86,7 +90,7 @@ class SeededChance:
     def first(self, odds: Tensor, draw: int) -> Tensor:
         count = odds.shape[1]
         places = torch.arange(count, device=odds.device)
-        # A minimum instead of a running product: the compiler fuses a minimum, and a scan is a kernel of its own.
+        # A minimum, not a running product: the compiler fuses a minimum, but a scan is a kernel of its own.
         found = torch.where(self.hopes(odds, draw), places, count)
         return torch.nn.functional.pad(found, (0, 1), value=count).amin(dim=1)
 
@@ -97,7 +101,8 @@ class SeededChance:
         return race(probs, self._keys("pick", self.roots, draw))
 
     def _tossed(self, start: int, count: int) -> Tensor:
-        """(batch, count) float64: coins start, start + 1, …, in chunks: a chunk costs as much as one coin."""
+        """(batch, count) float64 in [0, 1): the noise of coins start, start + 1, …. It is made in chunks, because a
+        chunk costs as much as one coin."""
         first, last = start // COINS, (start + count - 1) // COINS
         for chunk in range(first, last + 1):
             if chunk not in self._coins:
@@ -107,7 +112,8 @@ class SeededChance:
         return coins[:, start - first * COINS : start - first * COINS + count]
 
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
-        # The seed is mixed before anything is added: users count seeds up from 0 just as verifiers count draws.
+        # The seed is mixed before anything is added: users count seeds up from 0 as verifiers count draws, so sums of
+        # unmixed numbers would often be equal.
         stream = stream_of(self.role, purpose, draw)
         seeds = self.seeds if positions.ndim == 1 else self.seeds[:, None]
         return mix(mix(mix(seeds) + stream) + positions * GAMMA)
@@ -119,16 +125,17 @@ def stream_of(role: str, purpose: str, draw: int) -> int:
 
 
 COINS = 64
-"""coins that are tossed at once"""
+"""the number of coins whose noise is made at once"""
 
 
 def race(probs: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
     """(batch,) int64: one token from each distribution (batch, vocabulary), by an exponential race.
 
     Every token arrives after an exponential time divided by its mass, and the first to arrive wins: token i with
-    probability probs[i] / total. Noise belongs to tokens, so rounding in the distribution changes the winner only in a
-    photo finish. (One uniform against the running sum would be cheaper, but the interval of a rare token is as narrow
-    as the rounding of all tokens before it.) To save noise, blocks of tokens race first, then those of the winner.
+    probability probs[i] / total. Every token has noise of its own, so rounding in the distribution changes the winner
+    only if two tokens arrive at nearly the same time. (Comparing one uniform number with the running sum would be
+    cheaper, but the interval of a rare token can be as narrow as the rounding of the sum before it.) To save noise,
+    blocks of tokens race first, then the tokens of the winning block.
 
     If several draws share a distribution, `rows` (draws,) is the index of the distribution for each key (draws,).
     """
@@ -145,7 +152,7 @@ def race(probs: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
 
 def race_on(probs: Tensor, keys: Tensor, k: int) -> Tensor:
     """(batch, k) int64: k tokens of each distribution (batch, vocabulary) without replacement, each by a race of the
-    tokens that are left; -1 if none is."""
+    tokens that are left; -1 if none is left."""
     left = probs.clone()
     drawn = []
     for turn in range(k):
@@ -156,9 +163,10 @@ def race_on(probs: Tensor, keys: Tensor, k: int) -> Tensor:
 
 
 def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
-    """(batch,) int64: which of the runners with this mass (batch, count) arrives first; `names` key their noise."""
+    """(batch,) int64: the index of the runner that arrives first, given the `mass` of each (batch, count); `names` are
+    part of the keys of their noise."""
     bits = _shift(mix(keys[:, None] + spaced(names)), 12)
-    uniform = (bits.double() + 0.5) * 2.0**-52  # strictly between 0 and 1, so that no time is 0 and 0 / 0 never met
+    uniform = (bits.double() + 0.5) * 2.0**-52  # strictly between 0 and 1, so that no time is 0 and 0 / 0 cannot occur
     return torch.where(mass > 0, -torch.log(uniform) / mass, torch.inf).argmin(dim=-1)
 
 
@@ -167,17 +175,18 @@ def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
 
 
 def signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that carries it."""
+    """The int64 with the bit pattern of an unsigned 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 GAMMA = signed(0x9E3779B97F4A7C15)
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""of splitmix64"""
+"""the multipliers of the mixer of SplitMix64"""
 
 
 def spaced(names: Tensor) -> Tensor:
-    """Counters far apart. The xor with 0 keeps the compiler from treating a product of indices as 32 bits wide."""
+    """Counters spaced far apart. The xor with 0 keeps the compiler from treating a product of indices as 32 bits
+    wide."""
     return (names ^ 0) * GAMMA
 
 
@@ -197,7 +206,8 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# The same in Python integers from 0 to below 2**64, for one draw on the host: a tensor of one number costs far more.
+# The same functions in Python integers from 0 to below 2**64, for single draws on the host: a tensor of one number
+# costs far more.
 
 
 def key_of(role: str, purpose: str, seed: int, position: int, draw: int) -> int:

@@ -1,4 +1,4 @@
-"""Operations on rows: gathered, summed, blanked, packed into bits; a row of a batch gives what it gives alone.
+"""Operations on rows: gather, sum, blank out, pack into bits. A row gives the same result alone and in a batch.
 
 A row over a vocabulary has 150,000 numbers, so these functions avoid copying and converting rows.
 """
@@ -28,8 +28,8 @@ def row_sum(rows: Tensor) -> Tensor:
     """(…,) float64: the sum of each row (…, vocabulary).
 
     Blocks are summed in the rows' own type and then in float64: exact enough, at a tenth of the cost of converting
-    every number. A block is so small that torch does not split it between threads, so a row alone and a row of a batch
-    give the same sum.
+    every number. A block is so small that torch does not split it between threads, so a row has the same sum alone and
+    in a batch.
     """
     if rows.dtype == torch.float64 or rows.shape[-1] <= BLOCK:
         return rows.sum(dim=-1, dtype=torch.float64)
@@ -41,7 +41,7 @@ def row_sum(rows: Tensor) -> Tensor:
 
 
 def filled_blocks(rows: Tensor, value: float = 0.0) -> Tensor:
-    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one padded with a value."""
+    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last block padded with `value`."""
     filled = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK), value=value)
     blocks: Tensor = filled.unflatten(-1, (-1, BLOCK))
     return blocks
@@ -62,9 +62,10 @@ def blank(rows: Tensor, tokens: Tensor) -> Tensor:
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:
-    """(…, 2, count) float32: the best tokens of logits (…, vocabulary), best first, and their probabilities.
+    """(…, 2, count) float32: the most probable tokens of logits (…, vocabulary), in falling order, and their
+    probabilities.
 
-    Tokens are small enough to be exact as float32.
+    Token ids are small enough to be exact in float32.
     """
     with torch.inference_mode():
         values, tokens = logits.topk(count, dim=-1)
@@ -73,7 +74,7 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 WORD = 32
-"""columns whose bits share a word"""
+"""the number of columns whose bits share a word"""
 
 
 def words_for(columns: int) -> int:
@@ -83,12 +84,12 @@ def words_for(columns: int) -> int:
 def pack_bits(marks: Tensor) -> Tensor:
     """(…, words) int32 from bool (…, columns): bit j % 32 of word j // 32 is column j."""
     bits: Tensor = torch.nn.functional.pad(marks.int(), (0, -marks.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
-    # Distinct powers add up without a carry; the last is the sign.
+    # Distinct powers of two add up without a carry; the last of them is the sign bit.
     return (bits << torch.arange(WORD, dtype=torch.int32, device=bits.device)).sum(dim=-1, dtype=torch.int32)
 
 
 def pack_array(marks: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """`pack_bits` of an array: every tree of a new shape needs it, and numpy takes a thirtieth of torch's time."""
+    """`pack_bits` of an array. Every tree of a new shape needs it, and numpy takes a thirtieth of torch's time."""
     columns = marks.shape[-1]
     packed = np.zeros((*marks.shape[:-1], 4 * words_for(columns)), dtype=np.uint8)
     packed[..., : -(-columns // 8)] = np.packbits(marks, axis=-1, bitorder="little")

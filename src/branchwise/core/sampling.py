@@ -1,6 +1,6 @@
 """From logits to the target's distribution: temperature, cuts, penalties, bias.
 
-Stages run in one order: processors, penalties, bias, temperature, top-k, top-p, min-p. History-dependent stages see
+Stages run in this order: processors, penalties, bias, temperature, top-k, top-p, min-p. History-dependent stages see
 each node's own path, never the flat list of drafted tokens. Distributions are float32.
 """
 
@@ -23,7 +23,7 @@ Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(all tokens up to and including the node, logits (vocabulary,)) -> logits; must depend on nothing else"""
 
 COLDEST = 1e-30
-"""a lower temperature gives the same distribution in float32, and would overflow the logits on the way"""
+"""lower temperatures give the same distribution in float32, but dividing by them would overflow the logits"""
 
 
 LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -49,14 +49,14 @@ class SamplingParams:
     min_p: float = 0.0
     """keep tokens at least this fraction as probable as the most probable one"""
     repetition_penalty: float = 1.0
-    """divide (or multiply) the logits of tokens seen in prompt or output"""
+    """divide the logits of tokens seen in prompt or output by this, or multiply them if they are negative"""
     presence_penalty: float = 0.0
-    """subtract once from tokens seen in the output"""
+    """subtract this once from the logits of tokens seen in the output"""
     frequency_penalty: float = 0.0
-    """subtract for every time a token was seen in the output"""
+    """subtract this from the logit of a token for every time it was seen in the output"""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    """None draws a fresh seed for every request; requests with one seed share their noise, position by position"""
+    """None draws a fresh seed for every request; requests with the same seed share their noise, position by position"""
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class SamplingParams:
             raise UsageError("logit_bias maps token ids to finite numbers (or -inf to forbid a token).")
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuse tokens that the model does not have; asked once, before a request joins a batch."""
+        """Refuse token ids that the model does not have; called once, before a request joins a batch."""
         if self.logit_bias and max(self.logit_bias) >= size:
             raise UsageError(f"logit_bias names token {max(self.logit_bias)}, but the vocabulary ends at {size - 1}.")
 
@@ -89,7 +89,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Context:
-    """What stands before a distribution: all tokens up to and including its node, and where the output begins."""
+    """The text before a distribution: all tokens up to and including its node, and where the output begins."""
 
     tokens: Sequence[int]
     prompt_length: int
@@ -114,11 +114,11 @@ COLUMNS = {
     "presence_penalty": torch.float32,
     "frequency_penalty": torch.float32,
 }
-"""parameters that a device reads from tensors"""
+"""the parameters that a device reads from tensors"""
 
 
 class Warp:
-    """From the logits of a batch to its distributions; row b of every call follows sampling[b].
+    """Turns the logits of a batch into distributions; row b of every call is warped by sampling[b].
 
     Parameters are copied to the device once, when they are first needed.
     """
@@ -141,7 +141,8 @@ class Warp:
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """What two warps must agree in for the same operations to serve both; all else are values in tensors."""
+        """The properties in which two warps must agree if the same operations are to serve both; all else are values in
+        tensors."""
         return (
             len(self.sampling),
             self.greedy,
@@ -154,7 +155,7 @@ class Warp:
         )
 
     def assign(self, other: Warp) -> None:
-        """Take the parameters of another warp of the same structure, in the tensors that are on the device already."""
+        """Copy the parameters of another warp of the same structure into the tensors that are on the device already."""
         if self.sampling == other.sampling:
             return
         for name, column in self._columns.items():
@@ -164,7 +165,7 @@ class Warp:
         self.sampling = other.sampling
 
     def bring(self) -> None:
-        """Have everything on the device before operations are recorded there."""
+        """Copy all parameters to the device, before operations are recorded there."""
         if self.adjusts:
             _ = self._bias
         if not self.greedy:
@@ -193,19 +194,19 @@ class Warp:
     ) -> Tensor:
         """The distributions (…, vocabulary) float32 of logits (batch, vocabulary) or (batch, n, vocabulary).
 
-        `contexts` has an entry for each row, in order; None will do where no distribution looks back.
+        `contexts` has an entry for each row, in order; None is enough if no distribution looks back.
         """
         if logits.ndim == 2:
             return self(logits[:, None], contexts, history)[:, 0]
         logits = self.adjust(logits, contexts, history)
         if self.greedy:
             return one_hot(logits.argmax(dim=-1), logits.shape[-1])
-        # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
+        # A greedy row among sampled rows is warped at a very low temperature and replaced at the end.
         scaled = logits if self._plain else logits / self._column("temperature").clamp_min(COLDEST)
         probs = torch.softmax(scaled, dim=-1) if scaled.device.type == "cpu" else unnormalised(scaled)
         if self._largest_k or self._cuts_p or self._cuts_min_p:
             probs = self._keep_min_p(self._keep_top_p(self._keep_top_k(probs)))
-        # The softmax over 150,000 tokens is off by 1e-5 in float32.
+        # The softmax over 150,000 tokens is off by 1e-5 in float32, so it is normalised again.
         probs = probs / row_sum(probs)[..., None].to(probs.dtype)
         if self._some_certain:
             probs = torch.where(self._column("greedy"), one_hot(logits.argmax(dim=-1), logits.shape[-1]), probs)
@@ -248,7 +249,7 @@ class Warp:
             return probs
         share = self._column("top_p")
         wanted = share * row_sum(probs)[..., None].to(probs.dtype)
-        # Sorting a whole vocabulary costs more than a pass of a small model; the mass nearly always lies in few tokens.
+        # Sorting a whole vocabulary costs more than a pass of a small model; nearly always few tokens have the mass.
         size = probs.shape[-1] if probs.is_cuda else min(256, probs.shape[-1])
         while True:
             top = probs.topk(size, dim=-1).values
@@ -277,18 +278,18 @@ def warp(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[
 
 
 def unnormalised(logits: Tensor) -> Tensor:
-    """Distributions (…, vocabulary) times a number for each row, 1 on its best token.
+    """The softmax (…, vocabulary) without its division: every row is 1 at its most probable token.
 
-    Cuts compare the numbers of one row, and the sum of what is left divides them in the end, so a device saves a first
-    division. On the host one softmax is faster.
+    The cuts compare numbers within a row, and in the end the row is divided by the sum of what is left, so a device
+    saves the first division. On the host one softmax is faster.
     """
-    # In blocks, because a compiler gives a whole row to one processor, and there are few rows.
+    # In blocks, because a compiler gives a whole row to one processor, and the rows are few.
     best = filled_blocks(logits, -torch.inf).amax(dim=-1).amax(dim=-1, keepdim=True)
     return (logits - best).exp()
 
 
 def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
-    """(…, vocabulary) float32: the distribution that is certain of each token."""
+    """(…, vocabulary) float32: for each token the distribution that has all its mass on it."""
     probs = torch.zeros(*tokens.shape, vocabulary, device=tokens.device)
     return probs.scatter_(-1, tokens[..., None], 1.0)
 
@@ -296,7 +297,7 @@ def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
 def _penalise(row: Tensor, params: SamplingParams, context: Context) -> Tensor:
     """Processors and penalties of one row (vocabulary,)."""
     for process in params.processors:
-        row = process(context.tokens, row.clone())  # it may write to its row; ours is the model's
+        row = process(context.tokens, row.clone())  # a copy: a processor may write to its row
     if params.repetition_penalty != 1:
         seen = torch.tensor(list(set(context.tokens)), device=row.device)
         values = row[seen]

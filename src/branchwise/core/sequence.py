@@ -10,14 +10,14 @@ from branchwise.core.sampling import SamplingParams
 
 @dataclass(eq=False)
 class SequenceState:
-    """Prompt and output so far. The last token is the root of the next tree: emitted, not yet in the cache."""
+    """Prompt and output so far. The last token is the root of the next tree: emitted, not yet in the KV cache."""
 
     tokens: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     prompt_length: int = field(init=False)
     seed: int = field(init=False)
     rng_seed: int = field(init=False)
-    """what the draws of the text come from: its seed, or where a drafter must not meet the same draws twice, another"""
+    """the seed of the draws of the text: `seed`, or another seed if a drafter must not meet the same draws twice"""
 
     def __post_init__(self) -> None:
         assert self.tokens, "a sequence has at least a root"

@@ -1,4 +1,4 @@
-"""The target's distributions over a batch of trees, warped when they are asked for.
+"""The target's distributions over a batch of trees, warped when they are read.
 
 Warping a row costs more than scoring it on a small model, and a verifier reads only the rows on its walk.
 """
@@ -21,32 +21,34 @@ from branchwise.core.sequence import SequenceState
 
 
 class TargetProbs(Protocol):
-    """Row (b, i) is the distribution after node i of tree b."""
+    """The target's distributions p over a batch of trees; row (b, i) is the distribution after node i of tree b."""
 
     greedy: bool
-    """whether every distribution is certain of one token, so that nothing needs to be drawn"""
+    """whether every distribution has all its mass on one token, so that nothing needs to be drawn"""
     lazy: bool
-    """whether to work row by row and end early: so on the host, where rows cost and a look at a value is free. On a
-    device launches cost and a look would be a sync, so a verifier works on whole levels, to the end."""
+    """whether to compute row by row and end early. True on the host, where rows take time and reading a value is free.
+    False on a device, where launches take time and reading a value is a sync: there a verifier computes whole levels,
+    to the end."""
     together: bool
-    """on a device, whether to work on the rows of all nodes in one go, wherever the walk will lead. That saves launches
-    while the rows fit into the cache of the chip; beyond it a rule that walks down one path reads the rows on its way,
-    and a rule that comes to nearly every node asks for `all_at_once`."""
+    """on a device, whether to compute the rows of all nodes in one go, before it is known where the walk leads. That
+    saves launches as long as the rows fit into the cache of the chip. If they do not, a rule that walks down one path
+    reads the rows on its way, and a rule that reads nearly every row asks for `all_at_once`."""
 
     def at(self, nodes: Tensor) -> Tensor:
-        """(…, vocabulary) float32: in each tree the distributions after the given nodes (batch,) or (batch, n)."""
+        """(…, vocabulary) float32: the distributions after the given nodes (batch,) or (batch, n) of each tree."""
 
     def best(self, nodes: Tensor) -> Tensor:
         """The tokens (int64) that greedy decoding emits after the given nodes (batch,) or (batch, n)."""
 
 
 def all_at_once(probs: TargetProbs) -> TargetProbs:
-    """The same for a rule that reads nearly every row whatever is drawn: on a device in one go, however many."""
+    """The same, for a rule that reads nearly every row whatever is drawn: a device computes all rows in one go, however
+    many they are."""
     return _with(probs, together=True)
 
 
 def one_by_one(probs: TargetProbs) -> TargetProbs:
-    """The same for a rule that reads hardly any row: on a device too, only those it asks for are made."""
+    """The same, for a rule that reads hardly any row: a device, too, computes only the rows that the rule reads."""
     return _with(probs, together=False)
 
 
@@ -59,12 +61,14 @@ def _with(probs: TargetProbs, *, together: bool) -> TargetProbs:
 
 
 def settled(probs: TargetProbs, done: Tensor) -> bool:
-    """Whether a walk may end early because every tree is done."""
+    """Whether a walk ends early because every tree is done; never on a device, which would have to wait for the
+    answer."""
     return probs.lazy and bool(done.all())
 
 
 def where_rows(probs: TargetProbs, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Per tree, the row (batch, vocabulary) of one or of the other; nothing is copied where a look shows the answer."""
+    """For each tree the row (batch, vocabulary) of `one` if the condition (batch,) holds, otherwise of `other`. On the
+    host nothing is copied if all trees agree."""
     if probs.lazy and bool(condition.all()):
         return one
     if probs.lazy and not bool(condition.any()):
@@ -73,15 +77,17 @@ def where_rows(probs: TargetProbs, condition: Tensor, one: Tensor, other: Tensor
 
 
 TOGETHER = 64
-"""rows that a rule which walks down one path works on in one go: 39 MB of float32 in a vocabulary of 151,936, and an
-H200 caches 50"""
+"""the most rows that are computed in one go for a rule that walks down one path: 39 MB of float32 with a vocabulary of
+151,936; the cache of an H200 holds 50 MB"""
 
 
 class WarpedProbs:
-    """The distributions that a pass of the target found. Each node knows the path that leads to it."""
+    """The distributions of a forward pass of the target. Penalties and processors see the path that leads to each
+    node."""
 
     def __init__(self, logits: Tensor, batch: TreeBatch, sequences: Sequence[SequenceState]) -> None:
-        """`logits` (batch, nodes, vocabulary) of the unwarped model; a batch may be padded beyond the sequences."""
+        """`logits` (batch, nodes, vocabulary) are not warped yet; a batch may have more rows than sequences, as
+        padding."""
         self.logits = logits
         self.batch = batch
         self.lazy = logits.device.type == "cpu"
@@ -91,8 +97,8 @@ class WarpedProbs:
         self.greedy = self._warp.greedy
 
     def at(self, nodes: Tensor) -> Tensor:
-        # If probabilities depend on the text before, a device computes those of all nodes: a look at `nodes` would make
-        # the host wait.
+        # If distributions depend on the text before them, a device computes those of all nodes, because reading `nodes`
+        # would make the host wait.
         if not self.lazy and (self.together or self._warp.looks_back):
             return gather_rows(self._all, nodes)
         return self._warp(gather_rows(self.logits, nodes), self._contexts(nodes))
@@ -108,32 +114,34 @@ class WarpedProbs:
 
     @property
     def capturable(self) -> bool:
-        """Whether the probabilities depend on nothing but logits, in fixed shapes on a device."""
+        """Whether the distributions depend on nothing but logits, in fixed shapes on a device, so that a CUDA graph can
+        compute them."""
         return not self.lazy and not self._warp.looks_back
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """What two batches must agree in for the same operations to serve both."""
+        """The properties in which two batches must agree if the same operations are to serve both
+        (`Warp.structure`)."""
         return self._warp.structure
 
     def assign(self, other: WarpedProbs) -> None:
-        """Take the sampling parameters of other probabilities of the same structure, in place."""
+        """Take over the sampling parameters of `other`, which has the same structure, in place."""
         self._warp.assign(other._warp)
 
     def bring(self) -> None:
-        """Have everything that does not change on the device."""
+        """Copy everything that does not change to the device."""
         self._warp.bring()
 
     def without_texts(self) -> WarpedProbs:
-        """The way of warping alone, for distributions that depend on nothing but logits."""
+        """The warp alone, without logits and texts, for distributions that depend on nothing but logits."""
         assert self.capturable or self.lazy, "these distributions depend on the texts"
         other = self.over(self.logits, self.batch)
-        del other.logits, other.batch  # given when it is put over others
+        del other.logits, other.batch  # `over` sets them
         other._sequences = []
         return other
 
     def over(self, logits: Tensor, batch: TreeBatch) -> WarpedProbs:
-        """The same way of warping over other logits."""
+        """The same warp over other logits."""
         other: WarpedProbs = copy.copy(self)
         for name in ("_all", "_history"):
             other.__dict__.pop(name, None)
@@ -146,12 +154,13 @@ class WarpedProbs:
             return gather_rows(adjusted.argmax(dim=-1), nodes)
         rows = gather_rows(self.logits, nodes)
         if not self._warp.adjusts and not self.lazy:
-            return rows.argmax(dim=-1)  # in float32 it would be the same
+            return rows.argmax(dim=-1)  # float32 would have the same argmax
         return self._warp.adjust(rows, self._contexts(nodes)).argmax(dim=-1)
 
     @cached_property
     def _history(self) -> History | None:
-        """What comes before every node, on the device and without the host; None if no penalty asks for it."""
+        """The tokens before every node, counted on the device without waiting for the host. None if no penalty needs
+        them, or if `_contexts` has them."""
         if self.lazy or not self._warp.looks_back or self._warp.processes:
             return None
         known = [_count_tokens(text, self.logits.shape[-1], self.logits.device) for text in self._sequences]
@@ -163,7 +172,8 @@ class WarpedProbs:
         return History(seen | (path > 0), counts + path)
 
     def _contexts(self, nodes: Tensor) -> list[Context] | None:
-        """What stands before each row, in the order of the flattened nodes; None if no distribution depends on it."""
+        """The text before each row, in the order of the flattened nodes. None if no distribution depends on it, or if
+        `_history` has it."""
         if not self._warp.looks_back or (not self.lazy and not self._warp.processes):
             return None
         contexts = []
@@ -176,7 +186,7 @@ class WarpedProbs:
 
 
 _counts: WeakKeyDictionary[SequenceState, tuple[Tensor, Tensor, int]] = WeakKeyDictionary()
-"""by text: its tokens as marks (vocabulary,), the counts of its output (vocabulary,), how many tokens are counted"""
+"""for each text: marks of its tokens (vocabulary,), counts of its output (vocabulary,), how many tokens these cover"""
 
 
 def _count_tokens(text: SequenceState, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive: characters never split, stop strings found across token borders."""
+"""Decodes tokens to text as they arrive. Characters are never split, and stop strings are found across tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 BROKEN = "\ufffd"
-"""what a tokenizer shows for bytes that are no character, or none yet"""
+"""what a tokenizer shows for bytes that are not, or not yet, a character"""
 LONGEST = 4
-"""bytes of a character in UTF-8; a token has at least one, so a character spans at most so many tokens"""
+"""the most bytes of a character in UTF-8; a token has at least one byte, so a character spans at most this many
+tokens"""
 
 
 class TextStream:
@@ -19,19 +20,20 @@ class TextStream:
         self._decode = decode
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        # Some tokenizers treat the first token of a text apart, so new tokens are decoded behind the piece before them.
-        self._start = 0  # where that piece begins; what stands before it is of no more use
+        # Some tokenizers decode the first token of a text differently, so new tokens are decoded with the piece
+        # before them.
+        self._start = 0  # where that piece begins; earlier tokens are not needed any more
         self._piece = 0  # where the new tokens begin
-        self._known = 0  # characters behind `start` that were decoded for good
-        self._waits = 0  # tokens in a row after which the text ended broken
-        self._held = ""  # decoded for good, but it may be the beginning of a stop string
+        self._known = 0  # characters after `_start` that no later token can change
+        self._waits = 0  # how many tokens in a row left the text broken
+        self._held = ""  # final characters that may be the beginning of a stop string
         self.text = ""
         """everything shown so far; never holds a stop string"""
         self.stopped = False
 
     @property
     def may_stop(self) -> bool:
-        """Whether there are stop strings, so that every token has to be looked at before the next one is asked for."""
+        """Whether stop strings are given, so that every token must be read before the next one is requested."""
         return bool(self._stop)
 
     def push(self, token: int) -> str:
@@ -41,7 +43,7 @@ class TextStream:
         return self._show(self._decoded(final=False), final=False)
 
     def finish(self) -> str:
-        """No more tokens will come: release what is left, incomplete characters as U+FFFD."""
+        """Return the rest of the text, since no more tokens will come; incomplete characters become U+FFFD."""
         return "" if self.stopped else self._show(self._decoded(final=True), final=True)
 
     def _decoded(self, final: bool) -> str:
@@ -52,9 +54,9 @@ class TextStream:
         if final:
             sure = len(text)
         elif spoilt:
-            sure = len(text.removesuffix(BROKEN))  # all others had their chance to become a character
+            sure = len(text.removesuffix(BROKEN))  # only the last one can still become a character
         else:
-            sure = len(text.rstrip(BROKEN))  # some tokenizers show every byte that waits for others
+            sure = len(text.rstrip(BROKEN))  # some tokenizers show one for each byte of a character
         new = text[self._known : sure]
         self._known = max(self._known, sure)
         if new and (spoilt or sure == len(text)):
@@ -64,7 +66,8 @@ class TextStream:
 
     def _show(self, new: str, final: bool) -> str:
         waiting = self._held + new
-        # As if the text came letter by letter: the stop string that is complete first ends it, the longest of several.
+        # As if the text came character by character: the stop string that is complete first ends it, the longest of
+        # several.
         ends = [(at + len(stop), at) for stop in self._stop if (at := waiting.find(stop)) >= 0]
         self.stopped = bool(ends)
         shown = min(ends)[1] if ends else len(waiting) - (0 if final else self._possible_stop(waiting))

@@ -87,10 +87,11 @@ class Topology:
         return path[::-1]
 
     def leading(self, nodes: int) -> Topology:
-        """The shape of the first nodes. Its mask is a view of this mask, so a draft that stops early builds nothing.
+        """The shape of the first `nodes` nodes. Its mask is a view of this mask, so a draft that stops early builds
+        no mask.
 
-        The sliced topology-aware mask of improved MCSD (Lu et al. 2024, arXiv 2409.10644): no node sees a later one, so
-        what is left of the mask is its leading block.
+        This is the sliced topology-aware mask of improved MCSD (Lu et al. 2024, arXiv 2409.10644): no node attends
+        to a later node, so the mask of the first nodes is the leading block of the mask.
         """
         if nodes == len(self):
             return self
@@ -100,7 +101,7 @@ class Topology:
 
 
 MOST_SHAPES = 1024
-"""topologies in the cache, the most recently used"""
+"""the size of the cache, which keeps the topologies that were used most recently"""
 
 _shapes: OrderedDict[tuple[int, ...], Topology] = OrderedDict()
 _shapes_lock = threading.Lock()  # engines of several threads share the cache

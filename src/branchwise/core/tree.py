@@ -1,7 +1,7 @@
 """The drafted tree: what a drafter proposes and the target scores in one pass.
 
-Node 0 is the root, the last emitted token, whose keys and values are not in the cache yet. A tree of one node is
-plain decoding. Nodes stand in level order.
+Node 0 is the root, the last emitted token, whose keys and values are not in the KV cache yet. A tree of one node is
+plain decoding. Nodes are numbered in level order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ BARE = topology((-1,))
 
 
 class Draw(Enum):
-    """How the children of a node came about; it decides which verifiers are exact."""
+    """How the children of a node were chosen; this decides which verifiers are exact."""
 
     FIXED = "fixed"
     """Chosen without chance from the context alone: n-grams, retrieval, the most probable tokens."""
     WITHOUT_REPLACEMENT = "without-replacement"
     """Siblings drawn one after the other from q, never the same token twice, kept in draw order."""
     WITH_REPLACEMENT = "with-replacement"
-    """So many independent draws from q below every node, repeats merged; `draws` keeps them."""
+    """Independent draws from q below every node, repeats merged into one node; `draws` keeps each draw."""
     PATHS = "paths"
     """K independent paths of full depth drawn from q and merged where they agree; `leaves` keeps the draws."""
     FORK = "fork-lossy"
-    """A first level that may be the target's own, and one chain drawn from q below each; only lossy rules take it."""
+    """A first level that may be drawn from the target, and one chain drawn from q below each of its nodes; only lossy
+    rules accept it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """Tokens on a topology, and how they were drawn.
 
-    Topology and kind of draw live on the host and are checked here. `tokens` and `q` may be tensors on a device,
-    whose values are not looked at, so that building a tree never waits for the device.
+    Topology and kind of draw are on the host and are checked here. `tokens` and `q` may be tensors on a device, whose
+    values are not read, so that building a tree never waits for the device.
     """
 
     tokens: Tensor
@@ -50,16 +51,17 @@ class DraftTree:
     parents: tuple[int, ...]
     draw: Draw = Draw.FIXED
     q: Tensor | None = field(default=None, repr=False)
-    """(rows, vocabulary) float32; row i is the distribution that the children of node i were drawn from. Nodes behind
-    the last one that has children need no row."""
+    """(rows, vocabulary) float32; row i is the distribution that the children of node i were drawn from. Nodes
+    after the last node with children need no row."""
     leaves: tuple[int, ...] = ()
     """for PATHS: the last node of each drawn path, in draw order, repeats kept"""
     draws: tuple[int, ...] = ()
-    """for WITH_REPLACEMENT: the node that each draw came to, in draw order, repeats kept"""
+    """for WITH_REPLACEMENT: the node that each draw led to, in draw order, repeats kept"""
     trusted: bool = False
-    """for FORK: the first level was drawn from what the target wants, row 0 of q, and is not tested"""
+    """for FORK: whether the first level was drawn from the distribution that the target still wants (row 0 of q), so
+    that it needs no test"""
     sources: tuple[str, ...] = ()
-    """who proposed each node, where a drafter has several sources; the root's is empty"""
+    """the source that proposed each node, if a drafter has several; empty for the root"""
 
     def __post_init__(self) -> None:
         shape = self.topology  # checks the parents
@@ -112,7 +114,7 @@ class DraftTree:
     def root(token: int) -> DraftTree:
         """The tree that drafts nothing."""
         tree = DraftTree(torch.tensor([token]), (-1,))
-        tree.__dict__["topology"] = BARE  # whatever becomes of shapes that are kept: what is laid out for it stays laid
+        tree.__dict__["topology"] = BARE  # always this object, so its cached layouts are found (`lay_out`)
         return tree
 
     @classmethod
@@ -142,8 +144,8 @@ class DraftTree:
 
     @property
     def candidates(self) -> list[list[int]]:
-        """For every node the nodes that the draws below it came to, in draw order, repeats kept; of paths the next
-        node of each, -1 for those that do not run through the node."""
+        """For every node the child that each draw below it led to, in draw order, repeats kept. For paths: the next
+        node of every path, or -1 if the path does not run through the node or ends there."""
         if not self.leaves:
             found: list[list[int]] = [[] for _ in self.parents]
             for node in self.draws or range(1, len(self)):
@@ -157,9 +159,9 @@ class DraftTree:
 
     @property
     def postorder(self) -> list[int]:
-        """Every node behind its children, which come in draw order."""
+        """Every node after its children, siblings in draw order."""
         order, waiting, children = [], [0], self.children
-        while waiting:  # from the root backwards: a node, then its children from the last to the first
+        while waiting:  # built from its end: a node, then its children from the last to the first
             order.append(node := waiting.pop())
             waiting += children[node]
         return order[::-1]
@@ -178,7 +180,7 @@ class DraftTree:
 
 
 class DeviceShape(NamedTuple):
-    """The shape of a tree as it lies on a device; nodes that the tree does not have are padding, as in a batch."""
+    """The shape of a tree as tensors on a device; the last nodes may be padding, as in a batch."""
 
     parents: Tensor
     """(nodes,): -1 for the root and for padding"""
@@ -190,9 +192,9 @@ class DeviceShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LaidTree(DraftTree):
-    """A fixed tree that was laid on a device: the host knows its size and how deep it may be, and not its shape.
+    """A fixed tree that was laid on a device: the host knows its size and its greatest depth, but not its shape.
 
-    `parents` are those of a stand-in of that size and depth, which nobody may take for the tree's own.
+    `parents` belong to a stand-in of that size and depth and must not be read as the parents of the tree.
     """
 
     shape: DeviceShape = field(kw_only=True, repr=False)
@@ -202,7 +204,7 @@ class LaidTree(DraftTree):
         return cls(tokens, stand_in(len(tokens), depth), shape=shape)
 
     def path(self, node: int) -> list[int]:
-        """Read from the device; padding stands alone."""
+        """The nodes from the root to `node`, read from the device; the path of padding is the padding node alone."""
         parents, path = self.shape.parents.tolist(), [node]
         while (parent := parents[path[-1]]) >= 0:
             path.append(parent)
@@ -222,6 +224,6 @@ UNKNOWN = "the host does not know the shape of a tree that was laid on a device"
 
 @lru_cache(maxsize=256)
 def stand_in(nodes: int, depth: int) -> tuple[int, ...]:
-    """The parents of some tree of this size and depth: all nodes below the root, and a chain below the last of them."""
+    """The parents of a tree of this size and depth: children of the root, and a chain below the last of them."""
     wide = nodes - depth
     return (-1, *[0] * wide, *range(wide, nodes - 1)) if depth else (-1,)

@@ -2,17 +2,23 @@
 
 Words used in every file here:
 
-    root    node 0, the last emitted token
-    path    nodes from the root downwards; the accepted path always holds the root
-    p(.|u)  the target's distribution after node u, all warping done (`TargetProbs.at`)
-    q(.|u)  the distribution that the children of u were really drawn from (`DraftTree.q`)
+    root      node 0, the last emitted token
+    path      nodes from the root downwards; the accepted path always holds the root
+    p(.|u)    the target's distribution after node u, all warping done (`TargetProbs.at`)
+    q(.|u)    the distribution that the children of u were really drawn from (`DraftTree.q`)
+    residual  the distribution of the token after a rejection: max(p - q, 0), with factors before p and q that depend
+              on the rule; often not normalised (`left_of`)
+    coin      a random yes or no; the coins of a step are numbered and independent of each other (`Chance.first`)
+    odds      the probability that a coin succeeds, between 0 and 1
+    lazy      work as on the host: compute only the rows that are read, and end as soon as the verdict is known
+    together  work as on a device: compute the rows of all nodes at once (`TargetProbs` says when)
 
-A verifier emits the tokens of the accepted path below the root and one token more. It is lossless when the text it
+A verifier emits the tokens of the accepted path below the root and one token more. It is lossless if the text that it
 emits step after step has the target's own distribution. Which rule achieves that depends on how the tree was drawn, so
-every verifier names the draws it accepts, and a wrong pairing is refused before anything runs.
+every verifier names the draws that it accepts, and a wrong pairing is refused before anything runs.
 
 Verifiers are batched tensor programs: loops of fixed length, masks in place of branches on drawn values, and all
-randomness from a `Chance`. One host sync then serves a whole batch, when the engine reads the verdicts.
+randomness from a `Chance`. So a whole batch needs one sync with the host, when the engine reads the verdicts.
 """
 
 from __future__ import annotations
@@ -38,11 +44,11 @@ class Verdict:
     """What one sequence keeps of its tree."""
 
     path: tuple[int, ...]
-    """the accepted nodes, root first: the cache rows to keep"""
+    """the accepted nodes, root first: the rows of the KV cache to keep"""
     token: int
-    """the token after the path: the next root"""
+    """the token after the path, which is the next root"""
     tokens: tuple[int, ...] | None = field(default=None, compare=False)
-    """the tokens of the path below the root, where only the device knew them"""
+    """the tokens of the path below the root, if only the device had them"""
 
     def kept_of(self, tree: DraftTree) -> list[int]:
         """The tokens of the path below the root."""
@@ -63,7 +69,7 @@ class Verdicts:
 
     @classmethod
     def written(cls, rows: Tensor, *, with_tokens: bool = False) -> Verdicts:
-        """Verdicts from their `rows`, which may hold the tokens of the nodes as well."""
+        """Verdicts from their `rows`, which may also have the tokens of the accepted nodes."""
         longest = (rows.shape[1] - 1) // (2 if with_tokens else 1)
         verdicts = cls(rows[:, :longest], rows[:, longest])
         verdicts.rows = rows
@@ -71,18 +77,18 @@ class Verdicts:
 
     @cached_property
     def rows(self) -> Tensor:
-        """(batch, depth + 2): both side by side, so that one copy brings them over."""
+        """(batch, depth + 2): `paths` and `tokens` side by side, so that one copy brings them to the host."""
         return torch.cat([self.paths, self.tokens[:, None]], dim=1)
 
     def with_tokens(self, tokens: Tensor) -> Verdicts:
-        """The same with the tokens of the nodes, given those of whole trees (batch, nodes)."""
+        """The same verdicts with the tokens of the accepted nodes, given the tokens (batch, nodes) of the trees."""
         if self.rows.shape[1] > self.paths.shape[1] + 1:
             return self
         written = torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
         return Verdicts.written(written, with_tokens=True)
 
     def fetch(self) -> None:
-        """Begin to bring them to the host: what is launched from now on does not delay them."""
+        """Start the copy to the host; kernels that are launched later do not delay it."""
         if self.rows.device.type == "cuda":
             on_their_way, over = self.rows.to("cpu", non_blocking=True), torch.cuda.Event()
             over.record(torch.cuda.current_stream(self.rows.device))
@@ -103,21 +109,21 @@ class Verdicts:
 
 
 STRIDE = 4096
-"""Coins are numbered by places in a tree, at most so many to a level or a stage, and never by the size of a batch: a
-sequence gets the same verdict alone as among others."""
+"""The numbers of coins that are reserved for a level of a tree, or for the nodes of a path. A coin is numbered by its
+place in the tree, never by the size of the batch, so a sequence gets the same verdict alone and in a batch."""
 
 
 class Verifier(ABC):
-    """A rule, and the draws for which it is lossless."""
+    """A rule, and the kinds of draws for which it is lossless."""
 
     name: str
     accepts: frozenset[Draw]
     lossless = True
-    """whether the output distribution is the target's; a rule that changes it has `lossy` in its name"""
+    """whether the output has the target's distribution; a rule that changes the distribution has `lossy` in its name"""
     reads: tuple[str, ...] = TABLES
-    """the tables of a batch that it reads: a recorded verdict copies no others to the device"""
+    """the tables of a batch that the rule reads; a recorded verdict copies only these to the device"""
     defers = False
-    """whether it leaves greedy probabilities, and trees that draft nothing, to other rules; see `or_match`"""
+    """whether the rule leaves greedy distributions and trees without drafted nodes to other rules (`or_match`)"""
 
     @abstractmethod
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts: ...
@@ -143,9 +149,9 @@ VERIFIERS = Registry(
 
 
 def left_of(probs: TargetProbs, p: Tensor, q: Tensor, share: Tensor | None = None) -> Tensor:
-    """What is still wanted of p (…, vocabulary) after it was served from q: max(p - share q, 0), not normalised.
+    """The residual max(p - share q, 0) of p and q (…, vocabulary), not normalised; without a `share` (…,) it is 1.
 
-    Where nothing is left, p itself: such a distribution is never asked for, except by rounding.
+    A row in which nothing is left becomes p itself: only rounding can lead to a draw from such a row.
     """
     left = torch.sub(p, q if share is None else q * share[..., None].to(q.dtype)).clamp_min_(0)
     empty = row_sum(left) == 0

@@ -1,4 +1,4 @@
-"""The verifier that accepts most of what is exact for how the trees were drawn."""
+"""Choose the verifier that accepts most, among those that are exact for the way the trees were drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from branchwise.verify import VERIFIERS, Verdicts, Verifier
 
 
 class Auto(Verifier):
-    """Fixed trees: match. One drawn path: block. Several: cascade. Siblings drawn one by one: traversal."""
+    """Fixed trees: match. One drawn path: block. Several paths: cascade. Siblings drawn one by one: traversal."""
 
     name = "auto"
     accepts = frozenset(Draw) - {Draw.FORK}

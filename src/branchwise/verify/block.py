@@ -1,13 +1,15 @@
-"""Block verification: accept the longest run for which a whole block is good enough.
+"""Block verification: accept or reject the tokens of a path together, as a block.
 
-Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025 (arXiv 2403.10444). Token by token, a
-path is lost at the first token that fails. Here the running product of p/q is clipped instead of each factor, and the
-last success counts, not the run before the first failure. No verifier of one path accepts more.
+Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025 (arXiv 2403.10444). Token verification
+ends at the first token that fails. Block verification clips the running product of p/q instead of each factor, tosses a
+coin at every node, and keeps the path up to the last success. No verifier of one path accepts more.
 
     w_0 = 1, w_{i+1} = min(1, w_i p/q)       S_i = sum of max(w_i p - q, 0)
     h_i = S_i / (S_i + 1 - w_i)              h_L = w_L, h_0 = 1
 
-The path is kept up to the last i whose coin of odds h_i <= w_i succeeds; then one token follows from max(w_i p - q, 0).
+Node i is the node after i tokens of the path, and L is their number. In w_{i+1}, p/q is the ratio for the next token of
+the path; S_i is a sum over the vocabulary. The path is kept up to the last i whose coin, of odds h_i <= w_i, succeeds.
+The token after it is drawn from max(w_i p - q, 0), and from p if the whole path was kept.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ class Path:
     """One path of every tree, from some node downwards."""
 
     nodes: Tensor
-    """(batch, n + 1): node 0 is where it starts; without meaning beyond `length`"""
+    """(batch, n + 1): column 0 is where the path starts; columns after `length` have no meaning"""
     tokens: Tensor
-    """(batch, n): the token that leads from node i to node i + 1"""
+    """(batch, n): column i has the token that leads from node i to node i + 1"""
     length: Tensor
-    """(batch,): how many tokens it has"""
+    """(batch,): the number of its tokens"""
 
     @classmethod
     def below(cls, batch: TreeBatch, nodes: Tensor) -> Path:
@@ -69,7 +71,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The distributions at some consecutive nodes of a path: one on the host, as many as there are on a device."""
+    """The distributions at consecutive nodes of a path: at one node on the host, at all nodes on a device."""
 
     start: int
     p: Tensor
@@ -82,7 +84,7 @@ class Span:
 
 
 def read(batch: TreeBatch, probs: TargetProbs, path: Path, p: Tensor, q: Tensor) -> Iterator[Span]:
-    """The distributions along a path; `p` and `q` (batch, vocabulary) are those of its first node."""
+    """The distributions at all nodes of a path but the last; `p` and `q` (batch, vocabulary) are those of the first."""
     last = path.tokens.shape[1]
     if not probs.lazy:
         nodes = path.nodes[:, 1:last]
@@ -110,7 +112,7 @@ def at_tokens(spans: list[Span], tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clipped_products(ratios: Tensor) -> Tensor:
-    """(batch, n + 1): the running product of ratios (batch, n), held at 1 whenever it would pass it."""
+    """(batch, n + 1): the running product of ratios (batch, n), clipped to 1 after every factor; it starts with 1."""
     found = [ratios.new_ones(len(ratios))]
     for ratio in ratios.unbind(dim=1):
         found.append((found[-1] * ratio).clamp_max(1))
@@ -118,29 +120,30 @@ def clipped_products(ratios: Tensor) -> Tensor:
 
 
 DrawnFrom = Callable[[Span, Tensor | None], Tensor]
-"""(batch, n, vocabulary): what a path was drawn from at the nodes of a span, or at one of its places (batch,)"""
+"""gives (batch, n, vocabulary): the distributions that the tokens of a path were drawn from after the nodes of a span,
+or only (n = 1) after the node at a place (batch,) of the span"""
 
 
 def own_probs(span: Span, place: Tensor | None) -> Tensor:
-    """`DrawnFrom` of a path that was not chosen among others."""
+    """The `DrawnFrom` of a path that was not chosen among several: q itself."""
     return span.q if place is None else gather_rows(span.q, place)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """How far a path was kept, and what is still wanted there."""
+    """How far a path was kept, and the residual there."""
 
     kept: Tensor
-    """(batch,)"""
+    """(batch,): the number of tokens that were kept"""
     whole: Tensor
-    """(batch,) bool: all of the path"""
+    """(batch,) bool: whether all tokens were kept"""
     left: Tensor
-    """(batch, vocabulary): unnormalised distribution of the token after a path that was not kept whole"""
+    """(batch, vocabulary): the distribution of the next token if not all were kept, unnormalised"""
     mass: Tensor
-    """(batch,) float64: of the residual"""
+    """(batch,) float64: the sum of `residual`"""
 
     def residual(self, batch: TreeBatch, probs: TargetProbs, path: Path) -> Tensor:
-        """(batch, vocabulary): the unnormalised distribution of the token that follows."""
+        """(batch, vocabulary): the distribution of the next token, unnormalised; p after a whole path."""
         if settled(probs, ~self.whole):
             return self.left
         end = probs.at(gather_rows(path.nodes, path.length))
@@ -158,9 +161,12 @@ def verify_block(
 ) -> Kept:
     """Keep a path up to the last success; `weights` (batch, n + 1) are the w_i.
 
-    Coins are numbered from the deepest place upwards, since the last node is asked first.
+    The last success is the first one if the deepest node tosses first. So coin numbers fall with depth: the coin of the
+    node at depth d (counted from the start of the path) is first_coin + STRIDE - d, however long the other paths of the
+    batch are. A toss over several nodes begins with the deepest.
     """
     last = path.tokens.shape[1]
+    # h_L = w_L: at the end of the path. The depths are last, …, 0, so the first coin belongs to depth `last`.
     nodes = torch.arange(last, -1, -1, device=weights.device)
     known = torch.nn.functional.pad(weights, (0, last + 1 - weights.shape[1]))
     at_end = torch.where(nodes == path.length[:, None], known.flip(1), 0.0)
@@ -172,9 +178,9 @@ def verify_block(
             break
         steps = torch.arange(span.start, span.stop, device=weights.device)
         w = weights[:, span.start : span.stop]
-        coin = first_coin + STRIDE - span.stop + 1
+        coin = first_coin + STRIDE - span.stop + 1  # of the deepest node, span.stop - 1
         if probs.lazy and span.start > 0:
-            # No odds h_i are above w_i, and the coin often says enough.
+            # h_i <= w_i: a coin that fails at odds of w_i fails at h_i, which then need not be computed.
             open_ = (kept < 0) & (path.length > span.start)
             if not chance.hopes(torch.where(open_[:, None], w, 0.0), coin).any():
                 continue
@@ -185,13 +191,14 @@ def verify_block(
         turn = chance.first(odds.flip(1), coin)
         found = turn < len(steps)
         here = (len(steps) - 1 - turn).clamp_min(0)
-        # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
+        # If w = 1 and p = q, nothing is left of p. Then the child has w = 1 too, so its coin, which is tossed first,
+        # has odds of 1: only rounding can stop here, and the next token is drawn from p.
         here_mass = gather_rows(mass, here)
         empty = found & (here_mass == 0)
         p = gather_rows(span.p, here)
         if probs.lazy:
             row = gather_rows(rows, here)
-        else:  # to make one row again costs less than to write all of them
+        else:  # computing one row again costs less than writing all rows
             row = wanted(p[:, None], w.gather(1, here[:, None]), drawn_from(span, here))[:, 0]
         row = where_rows(probs, empty, p, row)
         left = where_rows(probs, found, row, left)
@@ -201,5 +208,5 @@ def verify_block(
 
 
 def wanted(p: Tensor, w: Tensor, drawn: Tensor) -> Tensor:
-    """(batch, n, vocabulary): max(w p - q, 0), with w (batch, n) and the q that tokens were `drawn` from."""
+    """(batch, n, vocabulary): max(w p - q, 0), with w (batch, n) and q = `drawn`, which the tokens were drawn from."""
     return (p * w[..., None].to(p.dtype)).sub_(drawn).clamp_min_(0)

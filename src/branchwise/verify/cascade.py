@@ -1,15 +1,16 @@
 """The cascade: multi-path block verification that goes on with the other paths after a stop.
 
-`lambda-gbv` throws the other K - 1 paths away when the chosen one stops at a node v with the residual distribution r.
-But given all that was seen, the others that run through v are still independent draws from a known distribution, and
-what is wanted from v is one token from r, then the target. That is the same task again, smaller: choose among them,
-verify, go on.
+If the chosen path stops at a node v, `lambda-gbv` throws the other K - 1 paths away. But given everything seen so far,
+the other paths through v are still independent draws from a known distribution. The next token must follow the residual
+r at v, and the tokens after it must follow p. That is the first task again, with r in place of p and fewer paths:
+choose a path, verify it, go on.
 
-After a stop the distribution of the others' next token is q where the first path had been taken (nothing was learnt
-about the others), and q restricted to the tokens that rank below the chosen one where the highest had been taken (they
-rank below it, or they would have been chosen). Identical copies of a chosen first path stay draws like all others.
+After a stop, the next token of the other paths has the distribution q if the first path had been taken, because nothing
+was learnt about the others. If the highest path had been taken, it is q restricted to the tokens that rank below the
+token of the taken path, because a path with a higher token would have been taken instead. Identical copies of a taken
+first path stay draws like all others.
 
-The mathematics is our own; `branchwise audit verifiers` enumerates it.
+The mathematics is our own; `branchwise audit verifiers` checks it by enumeration.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Cascade(Verifier):
     mixtures = GRID
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
-        probs = all_at_once(probs)  # the stages come to as many rows as the tree has
+        probs = all_at_once(probs)  # all stages together read about all rows of the tree
         paths = Paths(batch, probs)
         draws = paths.all
-        anchor = torch.zeros_like(draws.depth)  # a path that runs through the node reached so far
+        anchor = torch.zeros_like(draws.depth)  # the number of a path through the node reached so far
         total = paths.nodes.shape[1]
-        coins = STRIDE + 2  # of one stage: which path, and one for each of its nodes
+        coins = STRIDE + 2  # numbers for one stage: the choice of a path, then its nodes
         for stage in range(total):
             if settled(probs, draws.count == 0):
                 break
@@ -55,13 +56,13 @@ class Cascade(Verifier):
 
 
 def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
-    """What is left to do after a stop: the residual as the distribution that is wanted, the others as draws."""
+    """The task that is left after a stop: the residual in place of p, and the other paths as draws."""
     paths, draws = choice.paths, choice.draws
     active = draws.count > 0
     wanted = block.residual(paths.batch, paths.probs, choice.path)
     wanted = wanted / block.mass[:, None].to(wanted.dtype)
     p = where_rows(paths.probs, active, wanted, draws.p)
-    depth = draws.depth + block.kept  # where no draws are left the path was empty, and nothing was kept of it
+    depth = draws.depth + block.kept  # without draws the path was empty, and 0 tokens of it were kept
     if last:
         return Draws(depth, torch.zeros_like(draws.alive), p, draws.q)
 
@@ -76,7 +77,8 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
 
 
 def probs_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
-    """(batch, vocabulary): the distribution of the next token of the other paths where the chosen one stopped."""
+    """(batch, vocabulary): the distribution of the next token of the other paths, at the node where the taken path
+    stopped."""
     token = choice.path.tokens.gather(1, kept.clamp_max(choice.path.tokens.shape[1] - 1)[:, None])
     probs, row = choice.paths.probs, choice.draws.q
     for span, order in zip(choice.spans, choice.orders, strict=True):

@@ -1,10 +1,11 @@
 """Greedy multi-path block verification: block verification of the best of K drafted paths.
 
-Thomas and Pal, "Greedy Multi-Path Block Verification" (arXiv 2602.16961). Of K independent paths the one that ranks
-highest is taken, level by level in the order of p/q, and verified as a block against the distribution of the highest of
-K. `gbv` always takes that path. It can be worse than verifying one path, since the highest of K lies further from q:
-where q is close to p, that is a loss. `lambda-gbv` therefore takes the first path with a probability lambda that the
-two distributions at the root decide, and verifies whichever it took against the mixture of both distributions.
+Thomas and Pal, "Greedy Multi-Path Block Verification" (arXiv 2602.16961). Paths rank by the first token in which they
+differ, and tokens by p/q. `gbv` takes the highest of K independent paths and verifies it as a block against the
+distribution of the highest of K, in place of q. That can be worse than verifying one path, because this distribution is
+further from q: if q is close to p, that is a loss. So `lambda-gbv` takes the first path with a probability lambda,
+which p and q at the root decide, and otherwise the highest. It verifies either path against the mixture of both
+distributions.
 """
 
 from __future__ import annotations
@@ -59,18 +60,21 @@ class LambdaGBV(GBV):
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Paths that run through one node, as draws: what is wanted there and where they came from."""
+    """The paths through one node of each tree, with the distributions p and q of their next token."""
 
     depth: Tensor
-    """(batch,): how deep the node is"""
+    """(batch,): the depth of the node"""
     alive: Tensor
-    """(batch, paths) bool: the paths through it that are still draws from q, independent of all that is known"""
+    """(batch, paths) bool: the paths through the node that are still independent draws from q, given everything
+    known"""
     p: Tensor
-    """(batch, vocabulary): the distribution that the next token must have; below, the target's own"""
+    """(batch, vocabulary): the distribution that the next token must have; the tokens after it must follow the target's
+    p"""
     q: Tensor
-    """(batch, vocabulary): the distribution of the next tokens of these paths; below, the drafter's own"""
+    """(batch, vocabulary): the distribution of the next token of these paths; the tokens after it follow the drafter's
+    q"""
     below: Tensor | None = None
-    """(batch, vocabulary): the mass of q that ranks below each token, where it is known already"""
+    """(batch, vocabulary): the mass of q that ranks below each token, if it is known already"""
 
     @property
     def count(self) -> Tensor:
@@ -78,7 +82,7 @@ class Draws:
 
 
 class Paths:
-    """The drafted paths of a batch and how they compare."""
+    """The drafted paths of a batch, and how they rank."""
 
     def __init__(self, batch: TreeBatch, probs: TargetProbs) -> None:
         self.batch = batch
@@ -87,7 +91,8 @@ class Paths:
         """(batch, paths, depth + 1), padded with -1"""
         self.ranks = ranks(batch, probs) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes[..., 0])
         self._below: Tensor | None = None
-        """(batch, rows, vocabulary): the masses that rank below each token, at every node, if that is known"""
+        """(batch, rows, vocabulary): the mass of q that ranks below each token, at every node; None if not computed at
+        once"""
         if not probs.lazy and probs.together and self.nodes.shape[1] > 1 and batch.q is not None:
             every = torch.arange(batch.q.shape[1], device=batch.q.device).expand(len(batch), -1)
             self._below = Order(probs.at(every), batch.q, lazy=False).below()
@@ -100,7 +105,7 @@ class Paths:
         return Draws(root, alive, self.probs.at(root), self.batch.q_rows(root), below)
 
     def order(self, span: Span, nodes: Tensor, first: Order) -> Order:
-        """The order of tokens at the nodes (batch, n) of a span; `first` is that at the first node of the path."""
+        """The order of tokens at the nodes (batch, n) of a span; `first` is the order at the first node of the path."""
         if self.probs.lazy:
             return Order(span.p, span.q, lazy=True) if span.start else first
         if self._below is None:
@@ -110,7 +115,7 @@ class Paths:
         return Order(span.p, span.q, lazy=False, below=with_first(first.below()[:, 0], below))
 
     def at(self, depth: Tensor, beyond: int = 0) -> Tensor:
-        """(batch, paths): the node of each path at a depth (batch,), -1 behind its end."""
+        """(batch, paths): the node of each path at `depth` (batch,) + `beyond`, -1 after the end of the path."""
         last = self.nodes.shape[2]
         place = (depth + beyond)[:, None, None].expand(-1, self.nodes.shape[1], 1)
         return torch.where(place < last, self.nodes.gather(2, place.clamp_max(last - 1)), -1)[..., 0]
@@ -118,9 +123,9 @@ class Paths:
     def choose(
         self, draws: Draws, chance: Chance, mixtures: tuple[float, ...], coin: int, most: int | None = None
     ) -> Choice:
-        """Take the first path with a probability from `mixtures`, otherwise the highest one.
+        """Take the first path with a probability lambda out of `mixtures`, otherwise the highest path.
 
-        `most` bounds the number of living paths where that is known without looking.
+        `most` bounds the number of paths that are alive, if a bound is known without reading it from the device.
         """
         most = most or self.nodes.shape[1]
         below = None if draws.below is None else draws.below[:, None]
@@ -141,22 +146,22 @@ class Paths:
         return Choice(self, draws, order, share, taken_first, taken, Path.below(self.batch, nodes), most, alone)
 
     def _highest(self, draws: Draws) -> Tensor:
-        """(batch,): the living path that ranks highest."""
+        """(batch,): the number of the path that ranks highest among those alive."""
         tokens = gather_rows(self.batch.tokens, self.at(draws.depth, 1).clamp_min(0))
         keys = sort_keys(draws.p.gather(1, tokens), draws.q.gather(1, tokens), draws.p.shape[-1])
-        # Paths that take the same token part further down, where the distributions are those that `ranks` has seen.
+        # Paths with the same next token part further down, where p and q are those of `ranks`.
         wins = _beats((keys, tokens, self.ranks)).sum(dim=2)
         return torch.where(draws.alive, wins, -1).argmax(dim=1)
 
 
 def ranks(batch: TreeBatch, probs: TargetProbs) -> Tensor:
-    """(batch, paths): how many paths each one beats. The order is total, so this ranks any choice of them too.
+    """(batch, paths): how many paths each path beats. The order is total, so this ranks the paths of any subset too.
 
-    Paths compare by the first token in which they differ, so only nodes where they part need their distributions read.
+    Paths compare by the first token in which they differ, so only the distributions at forks are read.
     """
     nodes = batch.paths
     assert batch.q is not None
-    keys = batch.q.new_zeros(len(batch), batch.nodes)  # of every node among its siblings
+    keys = batch.q.new_zeros(len(batch), batch.nodes)  # by which siblings compare
     for forks in batch.forks.split(1 if probs.lazy else max(batch.forks.shape[1], 1), dim=1):
         p, q = probs.at(forks.clamp_min(0)), batch.q_rows(forks)
         parents = (forks[:, :, None] == batch.parents[:, None, :]) & (forks >= 0)[:, :, None]  # (batch, forks, nodes)
@@ -170,7 +175,8 @@ def ranks(batch: TreeBatch, probs: TargetProbs) -> Tensor:
 
 
 def _beats(contest: Sequence[Tensor]) -> Tensor:
-    """(batch, paths, paths): which path beats which, by the first value (batch, paths) in which they differ."""
+    """(batch, paths, paths): entry (i, j) says whether path i beats path j: by the first tensor (batch, paths) of
+    `contest` in which they differ."""
     beats = torch.zeros_like(contest[0][:, :, None] > contest[0][:, None, :])
     for values in reversed(contest):
         mine, theirs = values[:, :, None], values[:, None, :]
@@ -179,10 +185,11 @@ def _beats(contest: Sequence[Tensor]) -> Tensor:
 
 
 def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: int, *, lazy: bool) -> Tensor:
-    """(batch,) float64: the probability of taking the first path that promises most for the first token.
+    """(batch,) float64: the lambda out of `mixtures` with the highest probability that the first token is accepted.
 
-    It depends on the distributions and the number of the paths alone. The promise is the overlap of what is wanted with
-    what the mixture would give; of equal promises the smallest probability is taken.
+    That probability is the overlap, the sum of min(p, mixture); of equal ones (up to rounding) the smallest lambda is
+    taken, and 1 if only one path is alive. The choice depends on p, q and the number of paths, never on drafted tokens:
+    that keeps it exact.
     """
     alone = draws.count <= 1
     if len(mixtures) == 1:
@@ -201,26 +208,26 @@ def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: 
 
 @dataclass(eq=False)
 class Choice:
-    """A path that was taken, with all that its distribution depends on."""
+    """The path that was taken, with everything on which its distribution depends."""
 
     paths: Paths
     draws: Draws
     order: Order
-    """of the tokens after the first node"""
+    """the order of the tokens after the first node"""
     share: Tensor
-    """(batch,): with what probability the first path was to be taken"""
+    """(batch,): lambda, the probability with which the first path was to be taken"""
     taken_first: Tensor
-    """(batch,) bool: it was; otherwise the highest one"""
+    """(batch,) bool: whether the first path was taken; otherwise the highest was"""
     taken: Tensor
-    """(batch,): the number of the path"""
+    """(batch,): the number of the taken path"""
     path: Path
-    """its part below the node of the draws"""
+    """the part of the taken path below the node of the draws"""
     most: int
     alone: bool
     """whether there was no choice: one path, whose distribution is q"""
 
     def verify(self, chance: Chance, coin: int) -> Kept:
-        """Block verification against the distribution that the path was taken from, in whichever way."""
+        """Block verification against the mixture distribution, whichever path was taken."""
         probs = self.paths.probs
         self.spans = list(read(self.paths.batch, probs, self.path, self.draws.p, self.draws.q))
         p, q = at_tokens(self.spans, self.path.tokens)
@@ -250,9 +257,11 @@ class Choice:
 
 
 def shares(q: Tensor, below: Tensor) -> Tensor:
-    """(batch, n): X / (A + X) down a path with tokens of mass q (batch, n) and mass `below` ranked below them.
+    """(batch, n): X / (A + X) at the nodes of a path whose tokens have the mass q (batch, n), with the mass `below`
+    (batch, n) ranked below them.
 
-    X is the mass of the paths through a node, A that of the paths that rank below it; their ratio cannot underflow.
+    X is the mass of the paths through a node, and A the mass of the paths that rank below it. Unlike A and X, the ratio
+    cannot underflow.
     """
     found = [torch.ones_like(q[:, 0])]
     for mass, lower in zip(q.unbind(dim=1)[:-1], below.unbind(dim=1)[:-1], strict=True):
@@ -261,9 +270,11 @@ def shares(q: Tensor, below: Tensor) -> Tensor:
 
 
 def odds_of_first(start: Tensor, gain: Tensor) -> Tensor:
-    """(batch, n): how probable it is at each node of a path that it was taken as the first one, and not as the highest.
+    """(batch, n): at each node of a path, given the tokens before it, the probability that the path was taken as the
+    first and not as the highest.
 
-    `start` (batch,) is that at its first node, `gain` (batch, n) how much likelier the highest is to take each step.
+    `start` (batch,) is lambda, the probability at the first node. `gain` (batch, n) = G/q says how much likelier the
+    highest path is to take each token than the first path is.
     """
     found = [start]
     for more in gain.unbind(dim=1)[:-1]:

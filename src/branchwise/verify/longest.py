@@ -1,14 +1,15 @@
-"""The longest run wins. This rule is lossy: with more than one branch it changes what the target would have written.
+"""The longest run wins. This rule is lossy: with more than one branch it changes the target's distribution.
 
 Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644). After a step the target's distribution
 at the last accepted node is known. W tokens drawn from it begin the next tree, so they need no test, and the draft
-model continues each by a chain, whose tokens are accepted with min(1, p/q). Of all branches the one with the longest
+model continues each by a chain, whose tokens are accepted with min(1, p/q). Of all branches the branch with the longest
 accepted run is kept (the first of several). That is the bias: a first token is preferred because the draft goes on well
-behind it. With one branch it is speculative sampling, and lossless.
+after it. With one branch it is speculative sampling, and lossless.
 
-A step ends without a token of its own: the last accepted node is the next root, and the distribution behind it, which
-this pass has scored, begins the next tree (`fork.py`). Where no distribution was known, the first level is the draft's
-and is tested like the others; if nothing is accepted there, one token follows from max(p - q, 0).
+A step ends without a token of its own: the last accepted node is the next root, and the distribution after it, which
+this pass has scored, begins the next tree (`Fork` in `draft/policies/paths.py`). If no distribution was known, the
+first level is drawn from the draft model and tested like the others; if nothing is accepted there, one token follows
+from max(p - q, 0).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def run(batch: TreeBatch, probs: TargetProbs, chance: Chance, number: int, branc
 
 
 def opening(batch: TreeBatch, probs: TargetProbs) -> Tensor:
-    """(batch, vocabulary): what a token follows where nothing was accepted, not normalised."""
+    """(batch, vocabulary): the distribution of the token that a step emits if nothing was accepted, not normalised."""
     root = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
     p = probs.at(root)
     if batch.q is None:
@@ -74,9 +75,9 @@ def opening(batch: TreeBatch, probs: TargetProbs) -> Tensor:
 
 
 def after_stop(p: Tensor, q: Tensor, tested: Tensor) -> Tensor:
-    """(…, vocabulary): what the target still wants where a run stopped, not normalised.
+    """(…, vocabulary): the residual at the node where a run stopped, not normalised.
 
-    max(p - q, 0) where a token drawn from q was tested and rejected (`tested`), and p where none was drafted.
+    It is max(p - q, 0) if a token drawn from q was tested and rejected (`tested`), and p if none was drafted.
     """
     left = torch.where(tested[..., None], (p - q).clamp_min(0), p)
     return torch.where(left.amax(dim=-1, keepdim=True) > 0, left, p)

@@ -1,7 +1,7 @@
-"""Match: draw the next token from the target and walk while the tree holds it.
+"""Match: draw the next token from the target and walk down as long as the tree holds it.
 
-SpecInfer (Miao et al., 2024) calls it naive sampling. The emitted token is always the target's own draw, so it is
-exact for any tree whatsoever, however the tree was made; for a fixed tree no verifier accepts more. Its noise is
+SpecInfer (Miao et al., 2024) calls it naive sampling. The emitted token is always the target's own draw, so the rule
+is exact for any tree whatsoever, however the tree was made; for a fixed tree no verifier accepts more. Its noise is
 keyed by position, so with the same seed the output equals plain decoding token for token.
 """
 
@@ -35,12 +35,12 @@ class Match(Verifier):
         token = self._draw(probs, node, chance, 0)
         for depth in range(1, batch.depth + 1):
             child, found = batch.children_of(node, token)
-            done = ~found  # for good: a tree that is done keeps its node and its token
+            done = ~found  # and stays done: its node and its token do not change
             if settled(probs, done):
                 break
             node = torch.where(done, node, child)
             paths[:, depth] = torch.where(done, -1, child)
-            # A tree that is done keeps its token; its row is drawn again only to keep the batch in one shape.
+            # A tree that is done keeps its token. A token is drawn for it too, only to keep the batch in one shape.
             token = torch.where(done, token, self._draw(probs, node, chance, depth))
         return Verdicts(paths, token)
 
@@ -50,25 +50,25 @@ class Match(Verifier):
 
 
 def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdicts:
-    """The same verdict on a device, without a walk: draw behind every node.
+    """The same verdict on a device, without a walk: draw a token after every node.
 
-    A node is accepted if its token, and that of each of its ancestors, is the one drawn behind its parent. Those nodes
-    are a path, and its last one is the deepest.
+    A node is accepted if its token was drawn after its parent, and the same is true of all its ancestors. The accepted
+    nodes form a path, which ends at the deepest of them.
     """
     nodes = torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1)
     drawn = probs.best(nodes) if probs.greedy else chance.tokens(probs.at(nodes), batch.depths)
     foretold = (drawn.gather(1, batch.parents.clamp_min(0)) == batch.tokens) & (batch.parents >= 0)
-    foretold = foretold | (nodes == 0)  # a constant written into it would be a copy from the host in a recording
+    foretold = foretold | (nodes == 0)  # writing a constant would record a copy from the host
     missed = pack_bits(~foretold[:, None])  # (batch, 1, words)
     accepted = ((batch.ancestor_bits & missed) == 0).all(dim=-1) & foretold
-    # Of twins, which no drafter should propose, the first.
+    # Of siblings with the same token, which no drafter should propose, the first counts.
     rank = batch.depths * batch.nodes + (batch.nodes - 1 - nodes)
     last = torch.where(accepted, rank, -1).argmax(dim=1)
     return Verdicts(batch.paths_to(last), gather_rows(drawn, last))
 
 
 class Undrafted(Verifier):
-    """What a rule for drawn trees does where nothing was drafted: one token from the distribution behind the root."""
+    """The rule for trees without drafted nodes: one token from the distribution after the root."""
 
     name = "undrafted"
     accepts = frozenset(Draw)
@@ -83,9 +83,9 @@ Rule = TypeVar("Rule", bound=type[Verifier])
 
 
 def or_match(rule: Rule) -> Rule:
-    """Leave greedy probabilities to `match`, on which all verifiers agree, and draw a token if nothing was drafted.
+    """Leave greedy distributions to `match`, with which all verifiers agree there, and empty trees to `Undrafted`.
 
-    A decorator of verifiers; lossy rules need not have it.
+    A decorator for verifiers; lossy rules need not have it.
     """
     own = rule.__call__
 
@@ -100,7 +100,8 @@ def or_match(rule: Rule) -> Rule:
 
 
 def rule_for(verifier: Verifier, batch: TreeBatch, probs: TargetProbs) -> Verifier:
-    """The rule that a verifier follows for these distributions and trees: itself, unless `or_match` says otherwise."""
+    """The rule that applies to these distributions and trees: the verifier itself, unless `or_match` leaves them to
+    another."""
     if not verifier.defers or (batch.depth and not probs.greedy):
         return verifier
     return Match() if probs.greedy else Undrafted()

@@ -1,12 +1,12 @@
 """A strict order of the tokens at a node, and the distribution of the highest of K draws.
 
-Of K independent draws from q, the one that ranks highest has the mass
+The highest of K independent draws from q is the token t with the probability
 
     G(t) = F(t)^K - F^-(t)^K        F, F^- = the mass of q ranked up to t, and below t
 
-Any strict order that is fixed by (p, q, node) gives an exact distribution; the order of p/q gives the one that suits
-the target. It costs a sort, so in a large vocabulary only tokens that carry mass are sorted, and the others rank below
-them by token id.
+This is exact for any strict order that is fixed by (p, q, node); the order by p/q moves the distribution towards the
+target. It costs a sort, so in a large vocabulary only tokens with enough mass of q are sorted, and the others rank
+below them, by token id.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch import Tensor
 from branchwise.core.rows import BLOCK, filled_blocks, in_memory, row_sum
 
 RANKED = 512
-"""At most so many tokens are sorted: in a vocabulary beyond it, those with q above 1 / RANKED."""
+"""The most tokens that are sorted. In a larger vocabulary these are the tokens with q above 1 / RANKED."""
 
 
 class Order:
     """The tokens of rows p, q (batch, n, vocabulary), ascending by p/q with ties by token id."""
 
     def __init__(self, p: Tensor, q: Tensor, *, lazy: bool, below: Tensor | None = None) -> None:
-        """`lazy`: look at the rows one by one, as on the host; otherwise in fixed shapes, as on a device."""
+        """`lazy`: sort row by row, as on the host; otherwise in fixed shapes, as on a device. `below` is what `below()`
+        returns, if it is known."""
         self.p = p
         self.q = q
         if below is not None:
@@ -48,7 +49,7 @@ class Order:
         return self._below.gather(-1, tokens[..., None])[..., 0]
 
     def only_below(self, tokens: Tensor) -> Tensor:
-        """(batch, n, vocabulary): q on the tokens that rank below the given ones, and nothing on the others."""
+        """(batch, n, vocabulary): q on the tokens that rank below the given tokens (batch, n), and 0 on the others."""
         if self._by_row:
             found = [row.only_below(token) for row, token in zip(self._rows, tokens.flatten().tolist(), strict=True)]
             return torch.stack(found).view(self.q.shape)
@@ -75,30 +76,30 @@ class Order:
         inside = slots.clamp_max(size - 1)
         mass = in_memory(self.q.gather(-1, inside).where(exists, 0.0))
         keys = in_memory(self.p.gather(-1, inside) / mass)
-        # Who ranks below whom is asked of all pairs at once: fewer steps than a sort, and a device has hands to spare.
+        # All pairs are compared at once: fewer steps than a sort, and a device has threads to spare.
         mine, theirs = keys[..., :, None], keys[..., None, :]
         numbers = torch.arange(RANKED, device=self.q.device)
         lower = (theirs < mine) | ((theirs == mine) & (numbers[None, :] < numbers[:, None]))
         heavy = torch.where(lower, mass[..., None, :], 0.0).sum(dim=-1)
         light = filled_blocks(torch.where(ranked, 0.0, self.q))
-        within = torch.nn.functional.pad(light.cumsum(dim=-1)[..., :-1], (1, 0))  # of the block, before each token
+        within = torch.nn.functional.pad(light.cumsum(dim=-1)[..., :-1], (1, 0))  # mass before a token, in its block
         before, everything = _before(light.sum(dim=-1))
         below = (within + before[..., None]).flatten(-2)[..., :size]
-        # One place more than there are tokens, for those that do not exist.
+        # One extra column takes the writes for slots that do not exist.
         below = torch.nn.functional.pad(below, (0, 1)).scatter(-1, slots, heavy + everything)
         return below[..., :size]
 
 
 def _before(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of all before each of the numbers (…, n), and that of all (…, 1)."""
+    """For each of the numbers (…, n) the sum of those before it, and the sum (…, 1) of all."""
     running = blocks.cumsum(dim=-1)
     return running - blocks, running[..., -1:]
 
 
 def _places(ranked: Tensor) -> Tensor:
-    """(…, RANKED): the first RANKED places of a mask (…, vocabulary); where there are fewer, the vocabulary's size.
+    """(…, RANKED): the first RANKED tokens that a mask (…, vocabulary) marks, filled up with the vocabulary's size.
 
-    Found by counting, first of blocks, then within one: shapes that a device likes, where a sort or a search is slow.
+    They are found by counting, first over blocks, then within a block: on a device a sort or a search is slower.
     """
     blocks = filled_blocks(ranked)
     counts = blocks.sum(dim=-1, dtype=torch.int32)
@@ -112,14 +113,14 @@ def _places(ranked: Tensor) -> Tensor:
 
 
 class RowOrder:
-    """The order of one row on the host, where the few tokens that are ranked can be looked at by themselves."""
+    """The order of one row on the host, which can handle the few sorted tokens by themselves."""
 
     def __init__(self, p: Tensor, q: Tensor) -> None:
         """p, q (vocabulary,)"""
         self.q = q
         heavy = torch.from_numpy(np.flatnonzero((q > 1 / RANKED).numpy()))  # in a fifth of the time that torch takes
         self.ranked = heavy[(p[heavy] / q[heavy]).argsort(stable=True)]
-        """ascending"""
+        """the sorted tokens, ascending"""
         self._masses = q[self.ranked].double()
 
     def below(self) -> Tensor:
@@ -144,23 +145,23 @@ class RowOrder:
         return row
 
     def _place(self, token: int) -> int | None:
-        """Where a token stands among the ranked ones, if it is one of them."""
+        """The index of a token among the sorted tokens; None if it is not one of them."""
         found = np.flatnonzero(self.ranked.numpy() == token)
         return int(found[0]) if len(found) else None
 
 
 def sort_keys(p: Tensor, q: Tensor, vocabulary: int) -> Tensor:
-    """What tokens with these masses are compared by, before their ids."""
+    """The keys by which tokens with these p and q compare, before their ids; -1 for tokens that are not sorted."""
     least = 1 / RANKED if vocabulary > RANKED else 0.0
     return torch.where(q > least, p / q, -1.0)
 
 
 def boost(below: Tensor, q: Tensor, share: Tensor, count: Tensor, most: int, *, lazy: bool) -> Tensor:
-    """By how much each token's mass grows when the highest of `count` paths is taken: G = boost * q.
+    """The factor G / q by which the probability of each token grows if the highest of `count` paths is taken.
 
-    The paths that reach a node have the mass X there, and A is the mass of paths that rank below the node;
-    `share` = X / (A + X). All of `share` and `count` broadcast to the rows; `most` bounds the counts. The difference
-    of powers is divided by its factor q beforehand, so nothing cancels.
+    X is the mass of the paths through a node, and A the mass of the paths that rank below the node; `share` is
+    X / (A + X). `share` and `count` broadcast to the rows, and `most` bounds the counts. G is a difference of powers
+    that has the factor q. The factor is divided out beforehand, so nothing cancels.
     """
     rest = 1 - share
     low = (below * share).add_(rest)

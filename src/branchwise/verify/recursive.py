@@ -1,24 +1,34 @@
-"""Recursive rejection: try the children of a node one after the other, from the root downwards or the leaves upwards.
+"""Recursive rejection: try the children of a node in turn, from the root downwards or from the leaves upwards.
+
+P is the distribution that the next token must still have, at first p. Q is the distribution of the next child, at first
+q. A child with the token t is accepted with the odds min(1, P(t) / Q(t)). After a rejection P becomes max(P - Q, 0),
+normalised.
 
 `mss`  Miao et al., "SpecInfer", ASPLOS 2024 (multi-step speculative sampling), and Yang et al., "Multi-Candidate
        Speculative Decoding" (arXiv 2401.06706) with replacement: the children are independent draws, repeats kept. They
-       are the next tokens of the paths through a node, or so many draws below every node. A repeat of a rejected token
-       has nothing left and is rejected for sure, but what is wanted after it changes: it counts as a draw.
+       are the next tokens of the paths through a node, or a number of draws below every node. Q stays q. A repeat of a
+       rejected token has P(t) = 0 and is rejected for sure, but it counts as a draw: P changes after it.
 `rrs`  recursive rejection sampling, without replacement: MCSD, RSD (Jeon et al., arXiv 2402.14160), Sequoia (Chen et
-       al., arXiv 2402.12374): no token is tried twice, and a rejected one leaves the distribution of the next.
+       al., arXiv 2402.12374): no token is tried twice. Q is q on the tokens not tried yet, normalised.
 
-After a rejection the target still wants max(P - Q, 0), normalised. Written out, after k rejections it wants
+Written out, after k rejections P is
 
-    max(a p - b_k q, 0) / c_k       b_{k+1} = b_k + c_k / z_k       a = 1 at the start
+    max(p - b_k q, 0) / c_k         b_{k+1} = b_k + c_k / z_k         b_0 = 0, c_0 = 1
 
-with z_k the mass of q on untried tokens (1 with replacement) and c_k what normalises. One pass over a row per child
-gives them, and no row is rewritten. A rejected token has nothing left, so the formula holds for it too.
+where c_k normalises P, and z_k is the mass of q on the tokens not tried yet (1 with replacement), so that Q = q / z_k.
+One pass over a row per child gives these numbers, and no row is rewritten. For a rejected token P is 0, and the formula
+gives 0 for it too.
 
 `traversal`  Weng et al., "Traversal Verification for Speculative Tree Decoding", NeurIPS 2025 (arXiv 2505.12398):
-       block verification on a tree. A node is asked after all its children, in draw order; the first success is kept
-       with the whole way to it. A node that its parent wants with the mass a is asked, after m children were rejected,
-       with the odds a_m of `reject`. What happens below a node does not change what its parent wants next, so the odds
-       of all nodes are known before any coin is tossed:
+       block verification on a tree. A node tosses its coin after all its children, which come in draw order; the first
+       success is kept with the whole path to it. a_0 denotes the odds at which its parent accepts a node (1 for the
+       root), and a_k its odds after k of its children were rejected. Here a_k P takes the place of P:
+
+    a_k P = max(a_0 p - b_k q, 0) / c_k         a_{k+1} = S / (S + 1 - a_k), with S = sum of max(a_k P - Q, 0)
+
+       A child is accepted with min(1, a_k P(t) / Q(t)), which is its own a_0; the coin of a node with m children has
+       the odds a_m. What happens below a child does not change a_k and P, so the odds of all nodes are known before any
+       coin is tossed:
 
     verdict = the first success in post-order of independent coins, one for every node; the root always succeeds
 
@@ -62,7 +72,7 @@ class RRS(Verifier):
         return Verdicts(nodes, chance.pick(left_of(probs, probs.at(node), batch.q_rows(node), share)))
 
     def candidates(self, batch: TreeBatch) -> Tensor:
-        """(batch, nodes, most): what is tried at each node, in order; -1 where there is nothing."""
+        """(batch, nodes, most): the nodes that are tried below each node, in order, padded with -1."""
         return batch.children
 
 
@@ -77,7 +87,7 @@ class MSS(RRS):
 
 
 def tokens_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
-    """The tokens of nodes (batch, …); any token where there is none."""
+    """The tokens of nodes (batch, …); an arbitrary token for -1."""
     return gather_rows(batch.tokens, nodes.clamp_min(0).flatten(1)).view(nodes.shape)
 
 
@@ -86,14 +96,14 @@ def descend(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Walk down from the root while children are accepted.
 
-    `tries` says of nodes (batch, n) which children are tried there (batch, n, most), at which odds, and whatever
-    numbers (batch, n) the caller wants to know of the last node. Returns that node (batch,), the way to it
-    (batch, depth + 1), and the numbers: 0 at the bottom, where no child is tried and no row read.
+    `tries` takes nodes (batch, n) and returns the children to try there (batch, n, most), their odds, and any numbers
+    (batch, n) that the caller needs of the last node. Returns the last node (batch,), the path to it
+    (batch, depth + 1), and its numbers, which are 0 at the deepest level, where no child is tried and no row is read.
     """
     node = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
     ended = torch.zeros_like(node, dtype=torch.bool)
     way = [node]
-    known = None  # what is said of all nodes, where it does not wait for the walk to come to them
+    known = None  # what `tries` returns for all nodes, if they are computed at once
     if not probs.lazy and probs.together:
         known = tries(torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1))
 
@@ -107,7 +117,7 @@ def descend(
         turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * STRIDE)
         accepted = turn < children.shape[1]
         child = children.gather(1, turn.clamp_max(children.shape[1] - 1)[:, None])[:, 0]
-        ended = ~accepted  # for good: a tree that has ended accepts nothing at odds of 0
+        ended = ~accepted  # stays so: a tree that has ended gets odds of 0
         way.append(torch.where(accepted, child, -1))
         node = torch.where(accepted, child, node)
         if settled(probs, ended):
@@ -121,14 +131,14 @@ def descend(
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """All children of some nodes tried and, in thought, rejected."""
+    """The numbers of some nodes if all their children are tried in turn and rejected (see the head of this file)."""
 
     odds: Tensor
-    """(batch, n, children) float64: of accepting each, once those before it were rejected"""
+    """(batch, n, children) float64: the odds of accepting each child after those before it were rejected"""
     acceptance: Tensor
-    """(batch, n) float64: the mass that is still wanted after the last rejection; 1 where it was 1 at the start"""
+    """(batch, n) float64: a_m, after the last of m rejections; 1 if a_0 = 1, but 0 if nothing of p is left"""
     share: Tensor
-    """(batch, n) float64: b / a; max(p - share q, 0) is what is still wanted, not normalised"""
+    """(batch, n) float64: b_m / a_0, so that the residual is max(p - share q, 0), not normalised"""
 
 
 def reject(
@@ -136,11 +146,11 @@ def reject(
 ) -> Tried:
     """Try children with these tokens (batch, n, children) in turn, given p and q (batch, n, vocabulary) of their nodes.
 
-    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of p that is wanted from the node at the
-    start; by default all of it.
+    `valid` marks the children that exist. `acceptance` (batch, n) is a_0 of every node, by default 1. In the code, `a`
+    is a_0, `wanted` is a_k, and `b`, `c`, `z` are b_k, c_k, z_k; `left` is c_k S.
     """
     a = torch.ones(p.shape[:2], dtype=torch.float64, device=p.device) if acceptance is None else acceptance
-    wanted = a  # a_k, the mass still wanted
+    wanted = a
     b, c, z = torch.zeros_like(a), torch.ones_like(a), torch.ones_like(a)
     at_p, at_q = p.gather(-1, tokens).double(), q.gather(-1, tokens).double()
     untried = q if replace or tokens.shape[-1] == 1 else q.clone()
@@ -171,20 +181,18 @@ class Traversal(Verifier):
         probs = all_at_once(probs)
         odds, share = odds_of_nodes(batch, probs)
         order = batch.postorder
-        turn = chance.first(
-            gather_rows(odds, order.clamp_min(0)), 0
-        )  # padding stands behind the root, whose odds are 1
+        # Padding comes after the root, whose odds are 1.
+        turn = chance.first(gather_rows(odds, order.clamp_min(0)), 0)
         node = order.gather(1, turn[:, None])[:, 0]
         left = left_of(probs, probs.at(node), batch.q_rows(node), gather_rows(share, node))
         return Verdicts(batch.paths_to(node)[:, : batch.depth + 1], chance.pick(left))
 
 
 def odds_of_nodes(batch: TreeBatch, probs: TargetProbs) -> tuple[Tensor, Tensor]:
-    """(batch, nodes) float64 each: the odds of every node's coin, and the share b / a of q that it has lost by then."""
+    """(batch, nodes) float64 each: the odds a_m of the coin of every node, and its share b_m / a_0 (`Tried`)."""
     odds = torch.ones(len(batch), batch.nodes + 1, dtype=torch.float64, device=batch.device)
     share = torch.zeros_like(odds)
-    # One more column takes what padding writes.
-    wanted = torch.ones_like(odds)
+    wanted = torch.ones_like(odds)  # a_0 of every node; the extra column takes what padding writes
     for depth, width in enumerate(batch.widths):
         for level in batch.levels[:, depth].split(1 if probs.lazy else batch.levels.shape[2], dim=1):
             if settled(probs, level < 0):
@@ -199,6 +207,6 @@ def odds_of_nodes(batch: TreeBatch, probs: TargetProbs) -> tuple[Tensor, Tensor]
             share.scatter_(1, own, tried.share)
             below = torch.where(children >= 0, children, batch.nodes).flatten(1)
             wanted.scatter_(1, below, tried.odds.flatten(1))
-            odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
+            odds.scatter_(1, below, tried.odds.flatten(1))  # a leaf keeps a_0
     odds[:, 0].fill_(1)
     return odds[:, :-1], share[:, :-1]

@@ -5,7 +5,8 @@ candidates at a node, rho is the root of
 
     1 - (1 - beta)^m = rho beta,        beta(rho) = sum of min(p / rho, q),        1 <= rho <= m
 
-and what no candidate was accepted for follows max(p - rho q, 0). It accepts at least 1 - 1/e of the optimum.
+and after a rejection of all candidates the token follows max(p - rho q, 0). The probability of acceptance is at least
+1 - 1/e of the optimum.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class KSeq(Verifier):
             count = (children >= 0).sum(dim=-1)
             rho, beta = solve(p, q, count, children.shape[-1], probs)
             odds = p.gather(-1, tokens).double() / (rho[..., None] * q.gather(-1, tokens))
-            # Exact for every rho from the root upwards: each token's share of what is accepted is taken off.
+            # Exact for every rho at or above the root: the residual is p minus what is accepted of each token.
             missed, _ = powers((1 - beta).clamp_min(0), count, children.shape[-1])
             taken = torch.where((beta > 0) & (count > 0), (1 - missed) / beta, 0.0)
             return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
@@ -60,7 +61,7 @@ def powers(base: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def solve(p: Tensor, q: Tensor, count: Tensor, most: int, probs: TargetProbs) -> tuple[Tensor, Tensor]:
     """rho and beta (batch, n) float64 for distributions (batch, n, vocabulary), with rho at or a hair above the root,
-    where the residual is nonnegative. No node has more than `most` candidates.
+    where the residual is nonnegative. A node has `count` (batch, n) candidates, at most `most`.
 
     Newton's method inside a bracket. Each step goes a hair too far, so that the bracket closes from both sides.
     """

@@ -44,5 +44,5 @@ class Token(Verifier):
         return path.verdicts(kept, chance.pick(row))
 
     def residual(self, probs: TargetProbs, p: Tensor, q: Tensor) -> Tensor:
-        """(batch, vocabulary): what the token after a rejection follows, not normalised."""
+        """(batch, vocabulary): the distribution of the token after a rejection, not normalised."""
         return left_of(probs, p, q)

@@ -1,14 +1,15 @@
-"""As large a tree as pays: the size that gives most tokens a second, judged step by step.
+"""Tree sizes that pay: every step drafts the size with the most tokens a second, as far as that can be foretold.
 
-A node earns the probability that it is accepted and costs the time by which it makes the pass longer. Passes are timed
+A node gains the probability that it is accepted and costs the time by which it makes the pass longer. Passes are timed
 during generation, from the end of a draft to the verdict on it. If no tree pays, nothing is drafted, and the step is
-that of plain decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing of Sequoia, arXiv 2402.12374.)
+one of plain decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing of Sequoia, arXiv 2402.12374.)
 
-A tree of ranks is laid without a look at probabilities: on a device the host never reads them. What its nodes earn is
-how often each node of the shape was accepted so far. Its sizes are few, and each is tried at the beginning, so that a
-device records its graphs once and early.
+A tree of ranks is laid without reading probabilities, because on a device they never reach the host. The gain
+of a node is how often that node of the shape was accepted so far. The sizes are few, and each is tried at the
+beginning, so that a device records its CUDA graphs once and early.
 
-A batch has one size, because its trees are padded to the largest: a node of one text costs as much as one of each.
+A batch has one size, because its trees are padded to the largest: one more node in one tree costs as much as one more
+node in every tree.
 """
 
 from __future__ import annotations
@@ -35,38 +36,39 @@ from branchwise.draft.policies.topk import TopK, grow_best_first
 from branchwise.verify import Verdict
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
-"""Nodes below the root that a tree may have: few sizes, so that each is timed often. With the root they fill whole
-tiles of 16 rows, which is how matrix products are cut on most machines: one row more costs a new tile."""
+"""The sizes of a tree, in nodes below the root: few, so that each is timed often. With the root, most of the larger
+sizes fill whole tiles of 16 rows, into which most machines cut matrix products: one row more costs a new tile."""
 LEAST = 1 / 512
-"""nodes with a less probable path never pay"""
+"""the least probability of a path: nodes with a less probable path never pay"""
 RANK_SIZES = (0, 7, 31)
-"""the same of a tree of ranks, besides all of its nodes: with the root they fill the sizes of passes"""
+"""the sizes of a tree of ranks, besides the whole shape; with the root they fill the buckets of passes"""
 PRIOR = 8.0
-"""the weight, in tries, of the acceptance that is assumed of a node before anything was counted"""
+"""the weight, in tries, of the acceptance that is assumed of a node before any verdict"""
 FADING = 0.995
-"""the factor of counts from one step to the next"""
+"""the factor by which counts fade from one step to the next"""
 EVERY = 8
 """steps after which the size of a tree of ranks is chosen again"""
 MOST_TREES = 256
 
 
 class Growth:
-    """A tree that grows best node first, and what is said of its nodes, of those too that will not be drafted: the text
-    shows what they were worth."""
+    """A tree that grows best node first, with the promised probability of every node, also of nodes that are not
+    drafted in the end: the text shows whether their promises, too, came true."""
 
     def __init__(self, tree: TreeBuilder, nodes: Iterator[float], most: int, trust: Mapping[str, Trust]) -> None:
-        """`nodes` are added to the tree as they are taken: how probable their paths are, falling."""
+        """Every item that is taken from `nodes` adds a node to the tree and is the probability of its path; these
+        fall."""
         self.tree, self.most = tree, most
         self._nodes, self._trust = nodes, trust
         self.masses: list[float] = []
-        """of each node below the root, behind its parent"""
+        """the promised probability of each node below the root, after its parent"""
         self.reach, self.worth = [1.0], [1.0]
-        """how probable the path of each node is, as is said and by what such promises were worth; the root's too"""
+        """the probability of the path of each node, root included: as promised, and corrected by trust"""
         self.drafted = tree
-        """the first of these nodes"""
+        """the first nodes of the tree, which are drafted"""
 
     def grow(self, size: int) -> None:
-        """Up to so many nodes below the root."""
+        """Grow the tree to `size` nodes below the root, or as many as it can have."""
         for reach in islice(self._nodes, max(0, min(size, self.most) - len(self.masses))):
             node, parent = len(self.reach), self.tree.parents[len(self.reach)]
             self.masses.append(reach / self.reach[parent])
@@ -75,7 +77,7 @@ class Growth:
             self.worth.append(self.worth[parent] * trust.worth(self.masses[-1]))
 
     def bound(self, size: int) -> float:
-        """Tokens that so many nodes give at most."""
+        """An upper bound of the expected tokens of `size` nodes."""
         further = max(self.reach[-1], self.worth[-1]) * max(0, size - len(self.masses))
         return max(sum(self.reach), sum(self.worth)) + further
 
@@ -84,8 +86,8 @@ class Growth:
         return self.drafted
 
     def kept(self, verdict: Verdict) -> dict[str, list[Kept]]:
-        """What a verdict says of the nodes, by source."""
-        order = list(self.drafted.places)  # nodes are scored level by level
+        """What a verdict says of the nodes, for each source."""
+        order = list(self.drafted.places)  # the nodes in level order, in which they were scored
         path = [order[node] for node in verdict.path]
         found: dict[str, list[Kept]] = {}
         for node, came in what_came(self.tree.tokens, self.tree.parents, path, verdict.token).items():
@@ -101,7 +103,7 @@ class AdaptiveSize(TopK):
         self._costs = PassCostModel()
         self._laid_at = 0.0
         self._trust: defaultdict[str, Trust] = defaultdict(Trust)
-        """by source"""
+        """the trust in each source"""
         self._grown: list[Growth] = []
         """the trees of the current step"""
 
@@ -120,7 +122,7 @@ class AdaptiveSize(TopK):
             tree, depth = TreeBuilder([root]), min(self.depth, budget.depth)
             nodes = grow_best_first(tree, cursor, candidates, depth=depth, width=self.width, least=LEAST)
             self._grown.append(Growth(tree, nodes, min(self.nodes, budget.nodes - 1), self._trust))
-        size = self._size(self._grown) if self._costs.knows_plain else 0  # once in a while a plain step must be timed
+        size = self._size(self._grown) if self._costs.knows_plain else 0  # at times a plain step must be timed
         trees = [growth.cut(size) for growth in self._grown]
         self._laid_at = time.perf_counter()
         return trees
@@ -137,12 +139,12 @@ class AdaptiveSize(TopK):
         self._trust.clear()
 
     def _size(self, growing: Sequence[Growth]) -> int:
-        """Up to how many nodes each text gives most tokens a second. Nodes come in falling order, so larger sizes are
-        not grown once none of them could be better."""
+        """The number of nodes for each text that gives the most tokens a second. Nodes come in falling order of
+        probability, so growing ends as soon as no larger size can be better."""
         most, texts = max(growth.most for growth in growing), len(growing)
         sizes = [*(size for size in SIZES if size < most), most]
         costs = self._costs.costs([1 + size for size in sizes], hoped=True)
-        promised, tokens = [1.0], [1.0]  # of a text, by size
+        promised, tokens = [1.0], [1.0]  # expected tokens of a text, by size
         grown = 0
         for place, size in enumerate(sizes[1:], start=1):
             for growth in growing:
@@ -168,7 +170,7 @@ class AdaptiveRanks(Ranks):
     def __init__(self, shape: str = RECYCLING) -> None:
         super().__init__(shape)
         self._order = np.array(self._promising[1:])
-        self._assumed = np.ones(len(self.shape))  # acceptance before anything was counted: Zipf's law below each node
+        self._assumed = np.ones(len(self.shape))  # acceptance before any verdict, by Zipf's law below each node
         for node, children in enumerate(self.shape.children):
             shares = 1 / np.arange(1, len(children) + 1)
             self._assumed[list(children)] = 0.6 * self._assumed[node] * shares / max(shares.sum(), 1)
@@ -177,12 +179,12 @@ class AdaptiveRanks(Ranks):
         self._sizes: list[int] = []
         self._wanted, self._turn = len(self.shape) - 1, 0
         self._most = len(self.shape)
-        """nodes that the last budget allowed"""
+        """the nodes that the last budget allowed"""
         self._costs: PassCostModel | None = None
         self._rows: Callable[[int], int] = int
-        """rows of a pass over a tree of so many nodes"""
+        """from the nodes of a tree to the rows of a pass over it"""
         self._laid_at, self._laid_rows = 0.0, 1
-        """when the trees of the last step were laid, and how many rows their pass has"""
+        """when the trees of the last step were laid, and the rows of their pass"""
 
     def begin_batch(self, size: int, target: TargetInfo | None) -> None:
         self._costs = costs = cost_model_of(target, size)
@@ -190,7 +192,7 @@ class AdaptiveRanks(Ranks):
         largest = min(len(self.shape), self._most) - 1
         self._sizes = [*(nodes for nodes in RANK_SIZES if nodes < largest), largest]
         untried = [nodes for nodes in self._sizes if not costs.knows(self._rows(1 + nodes))]
-        if untried or not costs.knows_plain:  # once in a while a plain step must be timed
+        if untried or not costs.knows_plain:  # at times a plain step must be timed
             self._wanted, self._turn = untried[0] if untried else 0, 0
             return
         if self._turn % EVERY == 0:
@@ -227,8 +229,8 @@ class AdaptiveRanks(Ranks):
         self._tries[:], self._hits[:], self._turn = 0, 0, 0
 
     def _size(self, model: PassCostModel) -> int:
-        """How many nodes below the root give most tokens a second."""
+        """The number of nodes below the root that gives the most tokens a second."""
         accepted = (PRIOR * self._assumed + self._hits) / (PRIOR + self._tries)
-        gained = np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
+        gained = np.cumsum(accepted[self._order])  # by the first 1, 2, … nodes below the root
         tokens = [1.0, *(1 + float(gained[size - 1]) for size in self._sizes[1:])]
         return self._sizes[best(tokens, model.costs([self._rows(1 + size) for size in self._sizes]))]

@@ -1,14 +1,14 @@
-"""Dynamic trees (DySpec): each token is drawn where one is most likely to be accepted.
+"""Dynamic trees (DySpec): each token is drawn where a token is most likely to be accepted.
 
 Xiong et al., "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure" (arXiv 2410.11744). A slot is a
-place where a next token can be drawn. Its value estimates how probable it is that the target comes to ask for it: a
-token with the share R of what was left is assumed to be accepted with probability R. So a draw in a slot of value v
-leaves two behind it, one below the new node with v R, and one for its next sibling with v (1 - R). Values only fall,
-and the best slots are found in order.
+place in the tree where a token can be drawn. Its value estimates the probability that verification gets to that token.
+A token that has the share R of the mass of q that is left is assumed to be accepted with probability R. So a draw in a
+slot of value v opens two slots: one below the new node, of value v R, and one for its next sibling, of value v (1 - R).
+Values only fall, so the best slots are found in order.
 
 The best slot is chosen before its token is drawn, and every node joins as the last of its siblings, without children.
-That is all that `rrs` and `traversal` ask for. Both emit on average the same distribution with such a node as without
-it, whatever else is in the tree; so it does not matter which nodes decided where it joined.
+That is all that `rrs` and `traversal` require. Averaged over its token, both emit the same distribution with such a
+node as without it, whatever else is in the tree; so it does not matter which nodes decided where it joined.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from branchwise.draft.sampler import FIRST_TURNS, DraftSampler, NoReplacementSam
 from branchwise.errors import UsageError
 
 LEAST, MOST = 1e-6, 0.9
-"""the range of the controller of thresholds"""
+"""the range within which a threshold is steered"""
 
 
 class Dynamic(TreePolicy):
     """`dynamic:N`: N nodes below the root, or as many as the budget allows.
 
-    A pass of the drafter is made when the best slot is below a node that has no distribution yet, and then for every
-    such node that could still get a child: at least as many passes as the tree is deep, at most one for each node.
+    The drafter makes a pass if the best slot is below a node that has no distribution yet. The pass covers every such
+    node that could still get a child. So a tree takes at least as many passes as it is deep, at most one for each node.
     """
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -53,7 +53,7 @@ class Dynamic(TreePolicy):
             if not slots:
                 break
             if slots[0][-1] not in remaining:
-                # Values only fall: of the slots that there are, no more than the best `room` will ever be drawn in.
+                # Values only fall, so of the present slots at most the best `room` will ever be drawn in.
                 bare = sorted(node for *_, node in heapq.nsmallest(room, slots) if node not in remaining)
                 probs = yield from tree.expand(bare)
                 remaining.update((yield from no_replacement_samplers(probs, bare, sampler, FIRST_TURNS)))
@@ -68,12 +68,13 @@ class Dynamic(TreePolicy):
 
 
 class Threshold(TreePolicy):
-    """`threshold:T,N`: slots of value T and more, at most N nodes below the root; DySpec's form for slow drafters.
+    """`threshold:T,N`: draw in all slots of value T or more, at most N nodes below the root; DySpec's form for slow
+    drafters.
 
     All nodes of a layer are known together, so a layer costs one pass. How large such a tree becomes depends on the
     text, so a controller steers T, beginning with the given one, towards N nodes. It looks at finished trees alone: a
     token can change T only for the trees after its own. Each sequence has a controller of its own: sequences of one
-    seed share their noise, so the sizes of other trees would reveal something about the next one.
+    seed share their noise, so the sizes of trees of another sequence would reveal something about its next tree.
     """
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -89,7 +90,7 @@ class Threshold(TreePolicy):
         return self.nodes
 
     def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        """By the threshold that the earlier trees of the sequence have steered."""
+        """Grow by the threshold that the earlier trees of the sequence have steered."""
         if sequence not in self._controllers:
             self._controllers[sequence] = Threshold(self.threshold, self.nodes)
         return self._controllers[sequence].grow(sequence.root, budget, sampler)

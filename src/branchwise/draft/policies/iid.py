@@ -1,4 +1,4 @@
-"""Independent children: so many draws below every node, with replacement.
+"""Independent children: a given number of draws below every node of a level, with replacement.
 
 Yang et al., "Multi-Candidate Speculative Decoding" (arXiv 2401.06706), with replacement, and the expansion vectors of
 Miao et al., "SpecInfer" (ASPLOS 2024), <1,1,3,1,1> for one child, one below it, and then three. Draws that agree are
@@ -39,7 +39,7 @@ class Independent(TreePolicy):
 
     @property
     def pad_shape(self) -> PadShape:
-        """What merges is chance: a shape for all outcomes is the same at every step."""
+        """Which draws merge is random: a shape that holds all outcomes is the same at every step."""
         whole = topology(branched(self.draws))
         inner = max(whole.parents) + 1
         return PadShape(len(whole), inner, max(self.draws), len(whole.levels[-1]), len(whole.forks))
@@ -47,7 +47,8 @@ class Independent(TreePolicy):
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         tree, level = TreeBuilder([root]), [0]
         for depth, count in enumerate(self.draws[: max(budget.depth, 0)]):
-            # Before anything is drawn, so that no draw decides about itself; more may have merged than this says.
+            # Decided before anything is drawn, so that no draw decides about itself, and as if no draws of the level
+            # merged.
             if len(tree) + len(level) * count > budget.nodes:
                 break
             probs = yield from tree.expand(level)

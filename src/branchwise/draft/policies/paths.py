@@ -1,12 +1,12 @@
 """K independent paths, merged where they agree, for block verifiers of several paths; one path is the plain chain.
 
 Near the root a drafter is most often right, so the first tokens of paths mostly agree. Delayed branching draws them
-once for all paths. Paths with a common beginning are not independent, so such a tree is one of siblings drawn without
-replacement: of draws that repeat, the first counts, and it comes from what was left of the distribution.
+once for all paths. Paths with a common beginning are not independent, so such a tree counts as siblings drawn without
+replacement: of repeated draws only the first counts, and it follows q on the tokens not drawn before.
 
 In a fork the target begins the paths, and the draft model continues them (Lu et al., "Improving Multi-candidate
-Speculative Decoding", arXiv 2409.10644): the pass that accepted a node knows what follows it, so the first level of the
-next tree is drawn from the target itself. Lossy, with the rule of `verify/longest.py`.
+Speculative Decoding", arXiv 2409.10644): the pass that accepted a node has scored what follows it, so the first
+level of the next tree is drawn from the target itself. This is lossy; its rule is in `verify/longest.py`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Paths(TreePolicy):
             raise UsageError(f"Of {self.length} tokens at most {self.length - 1} can be common, not {self.common}.")
         independent = self.common == 0 or self.count == 1
         self.draw = Draw.PATHS if independent else Draw.WITHOUT_REPLACEMENT
-        # A depth that several independent paths decide together makes them depend on each other.
+        # Several independent paths that decide on a depth together would depend on each other.
         self.stoppable = self.count == 1 or not independent
 
     @property
     def pad_shape(self) -> PadShape:
-        """Where paths merge is chance: a shape for all outcomes is the same at every step."""
+        """Where paths merge is random: a shape that holds all outcomes is the same at every step."""
         return PadShape.for_paths(self.count, self.length)
 
     @property
@@ -86,7 +86,7 @@ class Paths(TreePolicy):
 
 
 class Chain(Paths):
-    """`chain:L`: at most L tokens, one after the other. For `ngram`, which draws nothing, it is the length to copy."""
+    """`chain:L`: at most L tokens, one after the other. For `ngram`, which draws nothing, L is the length to copy."""
 
     def __init__(self, length: int = 8) -> None:
         if length < 1:
@@ -108,7 +108,7 @@ class Fork(TreePolicy):
         self.width, self.depth = int(found[1]), int(found[2])
         plant(branched([self.width, *[1] * (self.depth - 1)]))
         self._known: WeakKeyDictionary[SequenceState, tuple[int, Tensor]] = WeakKeyDictionary()
-        """the length of a sequence, and the distribution of the token after it"""
+        """for each sequence its length, and the distribution of the token after it"""
 
     @property
     def largest(self) -> int:
@@ -125,7 +125,7 @@ class Fork(TreePolicy):
         tree = TreeBuilder([root], trusted=known is not None)
         if depth < 1:
             return self._bare(root, sampler, known)
-        found = yield tree, [0]  # in any case: a source reads the sequence up to its root before what is below
+        found = yield tree, [0]  # always: a source reads the sequence up to the root before nodes below it
         tree.probs[0] = found.drawable[0] if known is None else known
         [first] = yield SampleRequest(sampler, alone(tree.probs[0]), [(0, 0)], [width])
         level = [tree.add(0, token) for token in first]
@@ -137,7 +137,8 @@ class Fork(TreePolicy):
         return tree.finish(self.draw)
 
     def _bare(self, root: int, sampler: DraftSampler, known: Tensor | None) -> DraftTree:
-        """No branch fits. The one token that may be emitted is drawn here: no verifier knows its distribution."""
+        """The tree if no branch fits. The token that the step emits is drawn here, and q is certain of it: a verifier
+        does not know the distribution `known`."""
         if known is None:
             return DraftTree(torch.tensor([root]), (-1,), self.draw)
         token = torch.tensor(sampler.order(known, 1, 0), device=known.device)
@@ -150,7 +151,7 @@ class Fork(TreePolicy):
             below = tree.topology.children
             stop = next((node for node in below[verdict.path[-1]] if tokens[node] == verdict.token), None)
             if stop is None:
-                continue  # nothing was accepted, and the token in its place was not scored
+                continue  # nothing was accepted, and the emitted token was not scored
             written = [*sequence.tokens, *(tokens[node] for node in verdict.path[1:]), verdict.token]
             tested = None if tree.q is None or not below[stop] else tree.q[stop]
             context = Context(written, sequence.prompt_length)
@@ -158,8 +159,9 @@ class Fork(TreePolicy):
 
 
 def wanted(logits: Tensor, sequence: SequenceState, context: Context, q: Tensor | None) -> Tensor:
-    """(vocabulary,): the distribution of the token after a node; q is what a rejected token after it was drawn from. Of
-    a greedy sequence the ranks of all tokens are kept: its branches begin with the most probable ones."""
+    """(vocabulary,): the distribution of the token after a node; q is the distribution of a token that was rejected
+    there, if one was. For a greedy sequence all tokens keep their ranks, because its branches begin with the most
+    probable tokens."""
     if sequence.sampling.greedy:
         return adjust(logits[None], [sequence.sampling], [context])[0].softmax(dim=-1)
     probs = warp(logits[None], [sequence.sampling], [context])[0]

@@ -7,8 +7,8 @@ rollout begins, which draws its tokens. The reward of a simulation is the sum of
 every node on it. Compared with the heap of `topk`, which takes the most probable prefixes in one go, siblings near the
 root are tried more broadly than by their masses alone.
 
-The random numbers of rollouts are a stream of their own that begins with the token of the root. So nothing is left to
-chance: the tree depends on the text alone and on what was learned before, it is fixed, and `match` is exact for it.
+The random numbers of rollouts are a stream of their own, with the root token as its seed. So the tree depends only on
+the text and on what was learned before: it is fixed, and `match` is exact for it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UsageError
 
 C1, C2 = 32.0, 8.0
-"""the weight of masses beside rewards, and after how many visits it begins to grow; the paper's, unless given"""
+"""the constants of the PUCT rule, as in the paper: the weight of masses beside rewards, and the number of visits after
+which it begins to grow"""
 WIDTH = 12
-"""tokens of a distribution that a simulation may take"""
+"""the number of tokens of a distribution that a simulation may take"""
 
 
 class Puct(TreePolicy):
-    """`puct:N,simulations=150,length=4,c1=32,c2=8`: the N prefixes visited most in so many simulations of so many
-    tokens.
+    """`puct:N,simulations=150,length=4,c1=32,c2=8`: the N prefixes that were visited most in this many
+    simulations of at most `length` tokens.
 
-    It is made for candidates that are looked up at next to no cost; for a draft model `topk` is the better choice.
+    It is made for candidates that cost next to nothing to look up; for a draft model `topk` is the better choice.
     """
 
     draw = Draw.FIXED
@@ -66,7 +67,7 @@ class Puct(TreePolicy):
         return most_visited(start, nodes)
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        """The search begins again whenever it has needed a distribution that was not known yet."""
+        """The search begins again after every distribution that it needed and did not have."""
         tree, places = TreeBuilder([root]), {(): 0}
         known: dict[tuple[int, ...], list[Candidate]] = {}
         while True:
@@ -89,7 +90,7 @@ class SearchNode:
     def __init__(self, candidate: Candidate) -> None:
         self.candidate, self.mass = candidate, candidate.mass
         self.candidates: Sequence[Candidate] | None = None
-        """what may come next, once it was looked up"""
+        """the tokens that may come next; None until they are looked up"""
         self.children: list[SearchNode] = []
         """the candidates that were visited, in their order"""
         self.visits = 0
@@ -105,19 +106,20 @@ class SearchNode:
 def simulate(
     start: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float], c1: float, c2: float
 ) -> None:
-    """Go down from the root to the first child that was never visited, roll out from it, and credit all on the way."""
+    """Go down from the root to the first child that was never visited, roll out from it, and credit all nodes on the
+    way."""
     node, path, reward = start, [start], 0.0
     while len(path) <= length:
         if node.candidates is None:
             node.candidates = candidates(node.candidate.cursor)
-        if len(node.children) < len(node.candidates):  # none is visited twice before all were visited once
+        if len(node.children) < len(node.candidates):  # every child is visited once before any is visited twice
             child = SearchNode(node.candidates[len(node.children)])
             node.children.append(child)
             path.append(child)
             reward += child.mass + rollout(child, candidates, length - len(path) + 1, uniform)
             break
         if not node.children:
-            break  # nothing is known to follow
+            break  # no candidates follow
         node = select(node, c1, c2)
         path.append(node)
         reward += node.mass
@@ -126,7 +128,7 @@ def simulate(
 
 
 def select(node: SearchNode, c1: float = C1, c2: float = C2) -> SearchNode:
-    """The child with the greatest PUCT value; of equals the more probable."""
+    """The child with the greatest PUCT value; of equal ones the more probable."""
     best = node.children[0]
     if len(node.children) == 1:
         return best
@@ -161,7 +163,8 @@ def rollout(node: SearchNode, candidates: Candidates, length: int, uniform: Call
 
 
 def most_visited(start: SearchNode, nodes: int) -> TreeBuilder:
-    """The tree of the prefixes with the most visits. None has more than the prefix before it, so a heap finds them."""
+    """The tree of the prefixes with the most visits. No prefix has more visits than its parent, so a heap finds
+    them in order."""
     tree, order = TreeBuilder([start.candidate.token]), 0
     heap: list[tuple[int, int, int, SearchNode]] = []  # (-visits, tie-breaker, parent, prefix)
     parent, node = 0, start

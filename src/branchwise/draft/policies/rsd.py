@@ -4,8 +4,8 @@ Jeon et al., "Recursive Speculative Decoding: Accelerating LLM Inference via Sam
 2402.14160): with constant branching (RSD-C), and with stochastic beam search (RSD-S), which is that of Kool, van Hoof
 and Welling, "Stochastic Beams and Where to Find Them" (ICML 2019).
 
-The papers give every path of a beam a Gumbel score and keep the highest. Here every path has the time exp(-score) at
-which it arrives, and the earliest are kept: the same distribution, and nothing to cancel out. All continuations of a
+The papers give every path of a beam a Gumbel score and keep the highest. Here every path arrives at the time
+exp(-score), and the earliest are kept: the distribution is the same, and nothing cancels. All continuations of a
 node race, each with its probability as its rate. So a node arrives when the first of them does, and its first child
 with it. The other children race on: the next one comes after an exponential time whose rate is the mass that they have
 together. A child is admitted by its time, and only then is its token drawn: admission cannot look at the token, which
@@ -33,7 +33,7 @@ from branchwise.errors import UsageError
 
 
 class Branching(TreePolicy):
-    """`rsd-c:4,2,1`: four children of the root, two of each of those, one below each of those."""
+    """`rsd-c:4,2,1`: four children of the root, two below each of those, one below each of these."""
 
     draw = Draw.WITHOUT_REPLACEMENT
     stoppable = True
@@ -74,7 +74,7 @@ class Beam(TreePolicy):
 
     @property
     def pad_shape(self) -> PadShape:
-        """Which nodes have children is chance: a shape for all outcomes is the same at every step."""
+        """Which nodes have children is random: a shape that holds all outcomes is the same at every step."""
         forks = min(self.width - 1, 1) + (self.length - 1) * (self.width // 2)
         return replace(PadShape.for_paths(self.width, self.length), forks=forks)
 

@@ -1,13 +1,13 @@
-"""Stopping early: a tree ends when the drafter itself gives its next tokens little probability.
+"""Stopping early: a tree ends if the drafter itself gives its next tokens little probability.
 
 Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644) end a tree after a level in which no node
 scores above a threshold. Their score is that of a small network; a plain limit on confidence or entropy does as well.
-At least one level is the drafter's: where the target itself begins a fork, its first level costs no draft, so a rule is
-asked from the second one on.
+At least one level comes from the drafter: if the first level of a fork comes from the target itself, which costs no
+draft, a rule is asked from the second level on.
 
-What keeps it exact: a rule sees the distributions after nodes that are drawn, and decides whether anything is drawn
-from them. It never sees a token before it is admitted. Several paths are a case apart: they are independent draws of
-one depth, and a depth that they decide together makes them depend on each other.
+Stopping keeps a draft exact: a rule sees the distributions after nodes that are drawn already, and decides whether
+anything is drawn from them; it never sees a token before the token is admitted. Several paths are an exception. They
+must be independent draws of one depth, and if they decided on the depth together, they would depend on each other.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Stop(ABC):
     """A rule that may end a tree."""
 
     needs_hidden: bool = False
-    """whether it looks at hidden states of a draft model"""
+    """whether the rule reads hidden states of a draft model"""
 
     def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
-        """As of a policy."""
+        """As `TreePolicy.bind`."""
 
     @abstractmethod
     def enough(self, found: NodeProbs, depth: int) -> bool:
-        """Whether the nodes of this depth, after which these distributions were found, should have no children."""
+        """Whether the nodes of this depth should have no children; `found` has the distributions after them."""
 
     def applied_to(self, policy: TreePolicy, name: str | None = None) -> Stopping:
-        """The policy with this rule; `name` is what an error calls it."""
+        """The policy with this rule; errors call it `name`."""
         return Stopping(policy, self, name)
 
 
@@ -93,7 +93,7 @@ class Stopping(WrappedPolicy):
 
 
 class Confidence(Stop):
-    """`confidence:T`: enough when no node is followed by a token with more than this probability."""
+    """`confidence:T`: enough if no node is followed by a token with more than this probability."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = _share(threshold, "Stop 'confidence' needs a probability")
@@ -103,7 +103,7 @@ class Confidence(Stop):
 
 
 class Entropy(Stop):
-    """`entropy:H`: enough when the distribution after every node has more than this entropy, in nats."""
+    """`entropy:H`: enough if the distribution after every node has more than this entropy, in nats."""
 
     def __init__(self, nats: float) -> None:
         if not 0 < nats < math.inf:
@@ -115,14 +115,14 @@ class Entropy(Stop):
 
 
 class Learned(Stop):
-    """`learned:FILE`: enough when a network that `branchwise train stop` wrote scores no node above its threshold.
+    """`learned:FILE`: enough if a network that `branchwise train stop` wrote scores no node above its threshold.
 
-    `learned` alone takes the network that was trained for this draft model and this target. Where there is none, the
-    same limit on confidence takes its place.
+    `learned` alone takes the network that was trained for this draft model and this target. If none was trained, a
+    limit on confidence takes its place.
     """
 
     def __init__(self, file: str = "", threshold: float | None = None) -> None:
-        """A `threshold` that is given takes the place of the file's."""
+        """A `threshold` replaces the threshold of the file."""
         self._given = threshold
         self.without = Confidence(UNTRAINED if threshold is None else threshold)
         self.scorer: Scorer | None = None
@@ -174,7 +174,7 @@ def file_for(target: TargetInfo, draft: str) -> Path:
     return cache_dir() / "stops" / f"{target.weights}-{draft}.safetensors"
 
 
-# What the two networks of the paper look at
+# The inputs of the two networks of the paper
 
 KINDS = ("soft", "hard")
 TOP = 10
@@ -196,7 +196,7 @@ def widths_of(kind: str, hidden: int) -> tuple[int, ...]:
 
 
 def network_of(widths: tuple[int, ...]) -> nn.Sequential:
-    """Linear layers with ReLU between them; what comes out is the logit of the score."""
+    """Linear layers with ReLU between them; the output is the logit of the score."""
     layers: list[nn.Module] = []
     for inner, outer in pairwise(widths):
         layers += [nn.Linear(inner, outer), nn.ReLU()]
@@ -215,9 +215,9 @@ class Scorer:
     network: nn.Sequential
     threshold: float
     draft: str
-    """the drafter that it was trained for"""
+    """the draft model that the network was trained for"""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """for people: the target, the number of samples, the losses"""
+    """for human readers: the target, the number of samples, the losses"""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ class Scorer:
 
 
 def write_scorer(scorer: Scorer, file: Path) -> None:
-    """The folder of a file that is kept for a pair is made."""
+    """Write a scorer to a file. Its folder is created if it is in the cache, where the stops of pairs of models are."""
     known = {name: getattr(scorer, name) for name in ("kind", "widths", "threshold", "draft", "notes")}
     FORMAT.write(file, known, scorer.network.state_dict(), parents=cache_dir() in file.parents)
 

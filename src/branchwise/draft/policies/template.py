@@ -69,8 +69,8 @@ class Template(TreePolicy):
         for level, below in pairwise(self.shape.levels[: max(budget.depth, 0) + 1]):
             if below[-1] >= budget.nodes:
                 break
-            # A distribution may carry fewer tokens than the shape has children: a missing child is missing with all
-            # below it.
+            # A distribution may carry fewer tokens than the shape has children: missing children are left out with all
+            # nodes below them.
             nodes = [node for node in level if node in places and self.shape.children[node]]
             if not nodes:
                 break
@@ -84,7 +84,7 @@ class Template(TreePolicy):
 
 
 def find_shape(name: str, known: Mapping[str, tuple[int, ...]] = SHAPES) -> tuple[int, ...]:
-    """The parents of a shape that is known by name or lies in a file."""
+    """The parents of a shape, by its name or from a file."""
     if name.endswith(".json") or "/" in name:
         return read_template(Path(name).expanduser())
     check_known("template", name, sorted(known), ", or a FILE.json as `branchwise tree optimise` writes it")
@@ -134,14 +134,14 @@ def as_json(parents: tuple[int, ...], note: str) -> str:
 # Ranks
 
 LEVELS = (8, 21, 25, 15, 8, 3)
-"""nodes of every level below the root in the tree of Token Recycling"""
+"""the number of nodes in every level below the root, in the tree of Token Recycling"""
 
 
 def imbalanced(levels: tuple[int, ...]) -> tuple[int, ...]:
-    """The parents of a tree with so many nodes a level, of which the first-born have the most descendants.
+    """The parents of a tree with these sizes of levels, in which first children have the most descendants.
 
     By Zipf's law the token of rank r (from 0) is as probable as 1 / (1 + r). So a level keeps the paths with the least
-    product of 1 + r, and of equal ones those that stay with the most probable tokens first.
+    product of 1 + r, and of equal products those whose first ranks are the lowest.
     """
     parents, first = [-1], 0
     level: list[tuple[int, ...]] = [()]
@@ -167,7 +167,7 @@ class Ranks(TreePolicy):
     def __init__(self, shape: str = RECYCLING) -> None:
         self.shape = topology(find_shape(shape, RANKED))
         self._promising = promising(self.shape)
-        self._fitting: dict[tuple[int, int, int], tuple[int, ...]] = {}  # budgets of an engine are few
+        self._fitting: dict[tuple[int, int, int], tuple[int, ...]] = {}  # an engine has few budgets
 
     @property
     def largest(self) -> int:
@@ -175,11 +175,11 @@ class Ranks(TreePolicy):
 
     @property
     def pad_shape(self) -> PadShape:
-        """A tree that is cut, as at the end of a sequence, is scored in the recorded pass of a whole one."""
+        """A tree that is cut, as at the end of a sequence, is scored in the recorded pass of a whole tree."""
         return PadShape(nodes=len(self.shape))
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
-        """What is left of the shape within a budget, if no node has more than `width` children."""
+        """The part of the shape that a budget holds, if no node has more than `width` children."""
         limits = min(budget.nodes, len(self.shape)), min(budget.depth, self.shape.depth), width
         if limits not in self._fitting:
             self._fitting[limits] = self._fit(*limits)
@@ -193,8 +193,8 @@ class Ranks(TreePolicy):
         shape, tree = self.within(budget), TreeBuilder([root])
         places = {0: 0}  # node of the shape -> node of the tree
         for level in shape.levels[:-1]:
-            # A distribution may carry fewer tokens than the shape has children: a missing child is missing with all
-            # below it.
+            # A distribution may carry fewer tokens than the shape has children: missing children are left out with all
+            # nodes below them.
             nodes = [node for node in level if node in places and shape.children[node]]
             if not nodes:
                 break
@@ -229,16 +229,16 @@ class Ranks(TreePolicy):
 def promising(shape: Topology) -> list[int]:
     """The nodes of a shape in falling order of promise, every one after its parent and its elder siblings.
 
-    The first-born of a node promises half of what the node does, and its siblings less as in Zipf's distribution.
+    The first child of a node promises half as much as the node, and its siblings less, by Zipf's law.
     """
-    against = [1]  # one in so many
+    against = [1]  # a node promises 1 / against[node]
     for node, parent in enumerate(shape.parents[1:], start=1):
         against.append(against[parent] * 2 * (1 + shape.children[parent].index(node)))
     return sorted(range(len(shape)), key=lambda node: (against[node], node))
 
 
 def places_in(whole: Topology, part: Topology) -> list[int]:
-    """Which node of the whole each node of a part is: the child of the same rank below the same one."""
+    """For each node of a part, the same node of the whole: the child of the same rank below the same parent."""
     places = [0] * len(part)
     for node, children in enumerate(part.children):
         for child, place in zip(children, whole.children[places[node]], strict=False):

@@ -1,12 +1,12 @@
 """The most probable tree: nodes are expanded by the probability of their path, and the best of all are kept.
 
-Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv 2406.16858), expands so many
-nodes of a level and ranks all nodes again at the end. Wang et al., "OPT-Tree: Speculative Decoding with Adaptive Draft
-Tree Structure" (arXiv 2406.17276), shows that the sum of path probabilities is the expected number of accepted tokens,
-if the draft is right about itself, and stops at a level that would add too little to it.
+Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv 2406.16858), expands a fixed
+number of nodes of a level and ranks all nodes again at the end. Wang et al., "OPT-Tree: Speculative Decoding with
+Adaptive Draft Tree Structure" (arXiv 2406.17276), shows that the sum of path probabilities is the expected number of
+accepted tokens, if the draft is right about itself, and stops at a level that would add too little to it.
 
-Over candidates that are looked up, which costs next to nothing, the same tree needs no levels and no passes: a heap has
-the most probable node that may come next on top. Probabilities only fall along a path, so whatever its size, the tree
+Over candidates that are looked up, which costs next to nothing, the same tree needs no levels and no passes: a heap
+gives the most probable node that may come next. Probabilities only fall along a path, so whatever its size, the tree
 is the best of that size.
 
 Nothing is drawn here: the trees depend on the text alone, so they are fixed, and `match` is exact for them.
@@ -83,7 +83,7 @@ class TopK(TreePolicy):
         return tree_of(best).finish(self.draw)
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
-        """The very best nodes, with at most W children each."""
+        """The best nodes of all, with at most W children each."""
         nodes, tree = min(self.nodes, budget.nodes - 1), TreeBuilder([root])
         depth = min(self.depth, budget.depth)
         for _ in islice(grow_best_first(tree, cursor, candidates, depth=depth, width=self.width), max(nodes, 0)):
@@ -96,11 +96,11 @@ class PathNode:
     """A node that may join a tree."""
 
     value: float
-    """log-probability of its path"""
+    """the log-probability of its path"""
     parent: PathNode | None
     token: int
     source: str = ""
-    """how it came about, where nodes come about in several ways"""
+    """how the node was found, if nodes are found in several ways"""
 
     @property
     def probability(self) -> float:
@@ -119,7 +119,7 @@ def tree_of(nodes: Sequence[PathNode]) -> TreeBuilder:
 class TopKRequest(SampleRequest):
     """For each distribution its most probable tokens, as many as `sizes` says, with the logarithms of their masses.
 
-    Nothing of it is left to chance, but a device is asked for it as for draws: once for all sequences of a batch.
+    Nothing is drawn, but it is a request as for draws, so that a device serves all sequences of a batch at once.
     """
 
     @classmethod
@@ -131,24 +131,24 @@ class TopKRequest(SampleRequest):
         return (TopKRequest,)
 
     def alone(self) -> list[list[tuple[int, float]]]:
-        """Of equally probable tokens that are found the smallest comes first."""
+        """Of equally probable tokens among those found, the smallest token id comes first."""
         assert isinstance(self.probs, Tensor), "most probable tokens are found in rows"
         assert self.sizes is not None, "nobody said how many"
         rows = self.sampler.best(self.probs, max(self.sizes))
         few = (row[:size] for row, size in zip(rows, self.sizes, strict=True))
         best = [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in few]
-        # Rounding may leave a mass above 1; a child must not seem more probable than its parent for it.
+        # Rounding may leave a mass above 1, and a child must not seem more probable than its parent.
         return [[(int(token), min(math.log(mass), 0.0)) for token, mass in row if mass > 0] for row in best]
 
 
 def grow_best_first(
     tree: TreeBuilder, cursor: Cursor, candidates: Candidates, *, depth: int, width: int = 64, least: float = 0.0
 ) -> Iterator[float]:
-    """Add the next best node to a tree and yield how probable its path is, for as long as there is one.
+    """Add the best remaining node to a tree and yield the probability of its path, until no node remains.
 
     The `width` best children of every node are considered, and none whose path is less probable than `least`. Of
     siblings only the best that has not joined waits in the heap: the others cannot come before it. Of equally probable
-    paths that below the older parent comes first.
+    paths, the path below the older parent comes first.
     """
     # (-probability of the path, parent, rank, the node, all siblings)
     heap: list[tuple[float, int, int, Candidate, Sequence[Candidate]]] = []
@@ -175,22 +175,22 @@ def grow_best_first(
 
 
 OWN, MERGED = "graph", "merged"
-"""sources of a node in a graph: drafted at its own place, or taken over from where the same words stand"""
+"""sources of a node in a graph: drafted at its own place, or taken over from a node with the same last tokens"""
 
 
 class Graph(TreePolicy):
     """`graph:N,width=4,depth=6,repeat=1,sibling=0.2,leaf=0.05`: N nodes below the root after unrolling.
 
     Gong et al., "Graph-Structured Speculative Decoding" (arXiv 2407.16207). Most drafted tokens recur in other
-    branches. A node that repeats the last words of one in another branch is a copy of it: it is linked to that node and
-    not expanded. The target cannot share nodes, since what it makes of a token depends on all tokens before. So in the
-    end the graph is unrolled to a tree, best paths first, and a copy gets the children of its original with their
-    probabilities there, which costs acceptance, never exactness.
+    branches. A node with the same last tokens as a node in another branch is a copy of it: it is linked to that node
+    and not expanded. The target cannot share nodes, because its output for a token depends on all tokens before it. So
+    in the end the graph is unrolled to a tree, best paths first, and a copy gets the children of its original with
+    their probabilities there, which costs acceptance, never exactness.
 
     Every node proposes its `width` most probable children, but none below `sibling` times the best of them. Nodes are
     the same if they and the `repeat` tokens before them are; with -1 no two are. A node with less than `leaf` of its
     parent's distribution is not expanded. One pass a level, over the originals alone. Nodes that were taken over from
-    an original have the source "merged": so statistics say how many were drafted so, and how many of them accepted.
+    an original have the source "merged": so statistics say how many of them were drafted and accepted.
     """
 
     draw = Draw.FIXED
@@ -255,15 +255,15 @@ class Vertex:
     token: int
     parent: Vertex | None
     value: float
-    """log-probability after its parent"""
+    """the log-probability of the token after its parent"""
     total: float
-    """log-probability of its path"""
+    """the log-probability of its path"""
     children: list[Vertex] = field(default_factory=list)
     original: Vertex | None = None
 
     @property
     def path(self) -> list[Vertex]:
-        """The nodes from this one up to the root."""
+        """The nodes from this node up to the root."""
         path, vertex = [self], self.parent
         while vertex is not None:
             path.append(vertex)
@@ -272,7 +272,7 @@ class Vertex:
 
 
 def unrolled(start: Vertex, depth: int) -> Iterator[PathNode]:
-    """The nodes of the tree that a graph stands for, the most probable path first; the depth ends circles of links."""
+    """The nodes of the tree that a graph stands for, the most probable path first; `depth` ends cycles of links."""
     number = count()  # of equal ones the first comes first
     waiting = [(0.0, next(number), start, PathNode(0.0, None, start.token), 0)]
     while waiting:
