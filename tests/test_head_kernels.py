@@ -205,7 +205,7 @@ def test_products_find_the_same_in_slices(monkeypatch: pytest.MonkeyPatch) -> No
     """As few rows of two bytes a number are multiplied on a device; the last slices are partly or wholly empty."""
     rows = pytest.importorskip("branchwise.cuda.heads.rows")
     whole = rows._shape
-    monkeypatch.setattr(rows, "_shape", lambda *given: whole(*given) | {"slices": 4, "piece": 16})
+    monkeypatch.setattr(rows, "_shape", lambda *given, **more: whole(*given, **more) | {"slices": 4, "piece": 16})
     options = WIDE | {"width": 328, "carry": True, "gate": "full"}
     test_trees_are_laid_as_without_kernels(options, "topk:9,depth=2,width=3", 1, 0)
 

@@ -26,7 +26,7 @@ from branchwise.core.topology import branched
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
 from branchwise.draft.builder import Judged, TreeBuilder
-from branchwise.draft.tree_drafter import KEPT, ROWS, TargetProbsMixer, worth_reading
+from branchwise.draft.recall import KEPT, ROWS, TargetProbsMixer, worth_reading
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
@@ -121,7 +121,7 @@ def test_accepted_nodes_are_read_first_and_of_a_large_tree_no_more_than_some() -
 
 
 def test_the_memory_of_a_text_is_bounded_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.draft.tree_drafter.PAIRS", 3)
+    monkeypatch.setattr("branchwise.draft.recall.PAIRS", 3)
     recall, text = TargetProbsMixer(0.5), Text([9, 0], SamplingParams(temperature=1.0))
     for token in range(1, 5):
         learnt(recall, text, [text.root], Verdict((0,), token), logits(1, token))

@@ -29,7 +29,8 @@ from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.model.vocabulary import save_counts
 from branchwise.draft.policies.paths import Chain, Paths
 from branchwise.draft.policies.rsd import Branching
-from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer
+from branchwise.draft.recall import TargetProbsMixer
+from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS
 from tests.test_model_drafter import byte_level, tiny

@@ -63,14 +63,14 @@ STOPS = Registry(
 
 
 def build_policy(tree: str) -> Any:
-    """The policy of a spec such as `chain:8`, or of one that may stop early: `chain:12,stop=confidence:0.4`."""
-    shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # all that follows belongs to the stop, commas included
+    """The policy of a spec such as `chain:8`, or with a rule that stops early, `chain:12,stop=confidence:0.4`."""
+    shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # the rest belongs to the stop, commas included
     policy = TREES.build(shape)
     return STOPS.build(stops[0]).applied_to(policy, shape) if stops else policy
 
 
 def build_drafter(draft: str, tree: str | None = None) -> Drafter:
-    """The drafter of a spec such as `ngram:max=4`, growing the tree of a spec such as `chain:8`."""
+    """The drafter of a spec such as `ngram:max=4`, with the tree policy of a spec such as `chain:8`."""
     policy = None if tree is None else build_policy(tree)
     name, _, _ = split_spec(draft)
     if policy is not None and "tree" not in inspect.signature(DRAFTERS.find(name)).parameters:

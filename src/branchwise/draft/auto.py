@@ -1,9 +1,9 @@
-"""`auto`, the drafter of the method `default`: the best of all sources that are there, step by step.
+"""`auto`, the drafter of the method `default`: it chooses the best of all available sources in every step.
 
-A trained head is there if one comes with the package for the target, or if the user names one, and a draft model if the
-user names it: `auto:model(ID)+head(FILE)`. Memories are there but beside a head alone, which copies what stood before
-itself. If there are several sources, the engine lets the one draft that is fastest for its texts (`control.guard`).
-Each may also draft nothing.
+A trained head is a source if the package ships one for the target, or if the user names one. A draft model is a source
+if the user names it: `auto:model(ID)+head(FILE)`. Memories are a source too, except if a head is the only other source:
+a head copies earlier text by itself. If there are several sources, the engine lets the one draft that is fastest for
+its texts (`control.guard`). Each may also draft nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ BESIDES = "model", "head"
 
 
 class AutoDrafter(TreeDrafter, LearningDrafter):
-    """All that is not said of several sources is the first one's, and it is the only one outside of an engine."""
+    """A method that does not mention several sources delegates to the first of them. Without an engine, which chooses
+    among them, the first source drafts alone."""
 
     name = "auto"
 
     def __init__(self, named: str | None = None, tree: TreePolicy | None = None) -> None:
-        """`named` is what the user names: `model(ID)`, `head(FILE)`, or both with a + between them, each with the
-        options of that drafter. A `tree` is that of every source."""
+        """`named` are the sources that the user names: `model(ID)`, `head(FILE)`, or both with a + between them, each
+        with the options of that drafter. If a `tree` is given, every source uses it."""
         self.memories = DefaultDrafter(tree)
         super().__init__(self.memories.tree)
         self.members = self.memories.members
@@ -56,7 +57,7 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
         if "head" in specs:
             self._head = DRAFTERS.build(specs["head"], tree=tree)
         if "model" in specs:
-            self._model = DRAFTERS.build(specs["model"], tree=tree or TopK(1))  # until it is known for which target
+            self._model = DRAFTERS.build(specs["model"], tree=tree or TopK(1))  # the tree for now: `bind` chooses it
         self._first: Drafter = self.memories
         self.tasks = self._model.tasks if self._model is not None else ()
 
@@ -67,7 +68,8 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         heads, models = self._heads(target), self._models(target)
-        # A head copies what stood before into its own trees: memories beside it alone would cost trials, and gain less.
+        # A head copies earlier text into its own trees: as the only other source, memories would cost more in trials
+        # than they gain.
         found = [*heads, *models] if heads and not models else [*heads, self.memories, *models]
         self.memories.bind(target)
         self._first, self.sources = found[0], found if len(found) > 1 else ()
@@ -88,7 +90,7 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
         return [head]
 
     def _models(self, target: TargetInfo) -> list[Drafter]:
-        """The draft model with each of its trees."""
+        """The draft model once with each of its trees."""
         if self._model is None:
             return []
         self._model.bind(target)
@@ -124,7 +126,7 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
     def reasons(self, batch: int) -> list[str]:
         return [reason for source in self.sources or (self._first,) for reason in source.reasons(batch)]
 
-    # Texts that begin alike: a source that does not follow them has nothing to keep
+    # Texts that begin alike: a source that does not follow texts has nothing to keep
 
     def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
         return reusable_by_all(self.sources or (self._first,), source, sequence, rows)

@@ -1,12 +1,14 @@
-"""Growing trees: a policy decides which nodes to expand, a source says what could follow them.
+"""Growing trees: a policy decides which nodes to expand, a source gives the distributions after them.
 
-A policy is a coroutine. It yields the tree so far and the nodes whose distributions it needs, receives them, draws, and
-in the end returns the tree. So one pass of a source can serve the requests of all sequences of a batch. A policy that
-draws a whole level at once yields that too, and the draws of all sequences are made together. Over a table that is
-looked up, a policy that draws nothing may take a shorter way: `lay` reads candidates one node at a time, on the host.
+`TreePolicy.grow` is a coroutine. It yields the tree so far and the nodes whose distributions it needs, receives these,
+draws, and in the end returns the tree. So one pass of a source can serve the requests of all sequences of a batch. A
+policy that draws a whole level at once yields the draws as a request too, and those of all sequences are made together.
 
-What keeps it exact: a policy may look at nodes that are drawn, never at the token whose admission it is deciding, and
-the q it records is the very distribution that it drew from.
+A lookup drafter computes nothing, so a policy that draws nothing can do without the coroutine. To `lay` a tree is to
+build it directly from the candidates of the tables, one node at a time, on the host.
+
+Two rules keep this exact. A policy may look at nodes that are drawn, but never at the token whose admission it is
+deciding. And the q that it records is the very distribution that it drew from.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from branchwise.draft.sparse import Probs, ProbsBatch, table
 from branchwise.verify import Verdict
 
 Cursor = Any
-"""a position in the tables of a drafter, in a form of its own; None if it knows nothing of the text up to there"""
+"""a position in the tables of a drafter, in a form that each drafter chooses; None if the drafter knows nothing of the
+text up to this position"""
 
 
 class Candidate(NamedTuple):
@@ -46,7 +49,7 @@ class Candidate(NamedTuple):
 
 
 Candidates = Callable[[Cursor], Sequence[Candidate]]
-"""what may come next at a cursor, most probable first"""
+"""a function from a cursor to the tokens that may come next, most probable first"""
 
 new = tuple.__new__
 """`new(Candidate, (token, mass, cursor, source))` costs less than the constructor: a step may make hundreds"""
@@ -54,7 +57,7 @@ new = tuple.__new__
 
 @dataclass
 class TreeBuilder:
-    """A tree while it grows. Nodes are in the order in which they joined, parents before their children."""
+    """A tree while it grows. Nodes are in the order in which they were added, parents before their children."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -64,7 +67,7 @@ class TreeBuilder:
     sources: dict[int, str] = field(default_factory=dict)
     """node -> the drafter that proposed it, if several do"""
     draws: list[int] = field(default_factory=list)
-    """for a tree drawn with replacement: the node that each draw came to"""
+    """for a tree drawn with replacement: the node of each draw"""
     trusted: bool = False
     """whether the first level is drawn from what the target wants (`DraftTree.trusted`)"""
 
@@ -82,24 +85,24 @@ class TreeBuilder:
         return node
 
     def expand(self, nodes: list[int]) -> Generator[tuple[TreeBuilder, list[int]], NodeProbs, ProbsBatch]:
-        """Ask for the distributions after nodes; what is drawn from them is recorded as q."""
+        """Ask for the distributions after nodes, and record them as the q of their children."""
         found = yield self, nodes
         probs = found.drawable
         self.probs.update(zip(nodes, probs, strict=True))
         return probs
 
     def leading(self, nodes: int) -> TreeBuilder:
-        """The tree of the first nodes, with their sources. A tree that was drawn cannot be cut."""
+        """The tree of the first `nodes` nodes, with their sources. A tree that was drawn cannot be cut."""
         assert not self.probs
         sources = {node: source for node, source in self.sources.items() if node < nodes}
         return TreeBuilder(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], sources=sources)
 
     def path(self, node: int) -> list[int]:
-        """The tokens from below the root to a node."""
+        """The tokens on the path from the root to a node, the root's excluded."""
         return [self.tokens[one] for one in reversed(self.branch(node))]
 
     def branch(self, node: int) -> list[int]:
-        """A node and those above it, the root excluded."""
+        """A node and its ancestors, the root excluded."""
         found = []
         while node > 0:
             found.append(node)
@@ -108,7 +111,7 @@ class TreeBuilder:
 
     @property
     def places(self) -> dict[int, int]:
-        """node -> its place in level order; siblings keep the order in which they joined"""
+        """node -> its place in level order; siblings keep the order in which they were added"""
         order = sorted(range(len(self)), key=self.depths.__getitem__)
         return {node: place for place, node in enumerate(order)}
 
@@ -129,9 +132,9 @@ class TreeBuilder:
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Distributions without masses so small that a verifier could not divide by them."""
+    """Distributions in which masses too small for a verifier to divide by are 0."""
     kind = torch.finfo(probs.dtype)
-    below = kind.tiny * (1 - kind.eps)  # the largest of those; on the host `where` takes far longer
+    below = kind.tiny * (1 - kind.eps)  # the largest mass that is too small; on the host `where` takes far longer
     return torch.nn.functional.threshold(probs, below, 0.0)
 
 
@@ -150,7 +153,7 @@ class NodeProbs:
 
     @property
     def drawable(self) -> ProbsBatch:
-        """The same to draw from, in the form in which the source has them."""
+        """The same distributions to draw from, in the form in which the source has them."""
         return drawable(self.found) if isinstance(self.found, Tensor) else self.found
 
 
@@ -159,7 +162,7 @@ TreeCoroutine = Generator[tuple[TreeBuilder, list[int]] | SampleRequest, Any, Dr
 
 
 def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], NodeProbs]) -> DraftTree:
-    """Grow one tree alone, over the distributions of `look`."""
+    """Grow one tree by itself, over the distributions that `look` returns."""
     answer: Any = None
     while True:
         try:
@@ -171,8 +174,8 @@ def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], N
 
 
 def tree_of_paths(root: int, paths: list[list[list[int]]], q: Tensor, length: int, draw: Draw) -> DraftTree:
-    """The first levels of paths that a device has drawn and numbered, each a list of (token, node), merged where they
-    agree; `q` are the distributions after its nodes."""
+    """The tree of the first `length` levels of paths that a device has drawn. Each path is a list of (token, node);
+    paths that begin alike share nodes. `q` are the distributions after the nodes of the tree."""
     nodes, ends = {0: (-1, root)}, [0] * len(paths)
     for level in range(length):
         for path, steps in enumerate(paths):
@@ -185,83 +188,88 @@ def tree_of_paths(root: int, paths: list[list[list[int]]], q: Tensor, length: in
 
 
 class Judged(NamedTuple):
-    """What a step found about the tree of one sequence."""
+    """The tree of one sequence, and what a step found about it."""
 
     sequence: SequenceState
     tree: DraftTree
     logits: Tensor
-    """(nodes, vocabulary), at least as many nodes as the tree has"""
+    """(nodes, vocabulary): the logits after each node; there may be more rows than the tree has nodes"""
     verdict: Verdict
 
 
 class TreePolicy(ABC):
-    """Decides which nodes a tree gets. A policy subclasses it, sets `draw` and supplies `grow`."""
+    """Decides which nodes a tree gets. A subclass sets `draw` and supplies `grow`.
+
+    A policy that draws nothing may also set `lays` and supply `lay`. A lookup drafter then calls for every batch, in
+    this order, `begin_batch`, `lay_all` and `drafted`, and never `grow`.
+    """
 
     draw: Draw
-    """how its trees are drawn"""
+    """how the trees of this policy are drawn"""
     learns: bool = False
-    """whether it keeps something from one request to the next"""
+    """whether the policy keeps something from one request to the next"""
     needs_hidden: bool = False
-    """whether it looks at the hidden states of a draft model"""
+    """whether the policy looks at the hidden states of a draft model"""
     stoppable: bool = False
-    """whether its trees may end before any level but the first: it grows level by level, never takes a node back, and
-    its trees are drawn in the same way if the last levels are missing"""
+    """whether its trees may end before any level but the first: the policy grows level by level, never takes a node
+    back, and its trees are drawn in the same way if the last levels are missing"""
     lays: bool = False
-    """whether it supplies `lay`"""
+    """whether the policy supplies `lay`: it draws nothing, and can build its tree directly from candidates"""
 
     @property
     def pad_shape(self) -> PadShape | None:
-        """The least size of a batch of its trees on a device, where verdicts are recorded for one shape."""
+        """The least size of a batch of its trees on a device, so that verdicts are recorded for one shape."""
         return None
 
     @property
     def largest(self) -> int:
-        """Nodes below the root of its largest tree; 0 if only the budget bounds it."""
+        """The number of nodes below the root of its largest tree; 0 if only the budget bounds it."""
         return 0
 
     @property
     def watches(self) -> bool:
-        """Whether `update` learns from steps; if not, nobody tells their rows apart for it."""
+        """Whether `update` learns from steps; if not, the drafter does not split the logits by sequence for it."""
         return type(self).update is not TreePolicy.update
 
     def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
-        """The draft model of a target grows its trees; `draft()` is the fingerprint of its weights. Called before
-        anything is grown, and again for another target."""
+        """Prepare for a target and its draft model, called only for a draft model; `draft()` is the fingerprint of its
+        weights. Called before anything is grown, and again for another target."""
 
     @abstractmethod
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        """A tree below a root token."""
+        """The coroutine of a tree below a root token."""
 
     def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        """The next tree of a sequence; a policy that knows something of the sequence uses it here."""
+        """The coroutine of the next tree of a sequence; a policy overrides it to use what it knows of the sequence."""
         return self.grow(sequence.root, budget, sampler)
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
-        """The tree that `grow` would return, over candidates from a cursor on."""
+        """The tree that `grow` would return, built directly: `cursor` is the position of the root in the tables of a
+        drafter, and `candidates` finds what may come after it and after every node."""
         raise NotImplementedError(f"{type(self).__name__} grows over distributions alone")
 
     def lay_all(
         self, roots: Sequence[int], cursors: Sequence[Cursor], candidates: Candidates, budgets: Sequence[Budget]
     ) -> list[TreeBuilder]:
-        """The trees of a batch; a policy that decides over them together does so here."""
+        """The trees of a batch, one by one with `lay`; a policy overrides it to share nodes out among all of them."""
         texts = zip(roots, cursors, budgets, strict=True)
         return [self.lay(root, cursor, candidates, budget) for root, cursor, budget in texts]
 
     def begin_batch(self, size: int, target: TargetInfo | None) -> None:
-        """The trees of so many sequences are about to be laid."""
+        """Called before the trees of a batch of `size` sequences are laid."""
 
     def drafted(self) -> None:
-        """The trees of a batch are laid, and their pass follows."""
+        """Called when the trees of a batch are laid, just before the pass that scores them, which a policy may time."""
 
     def update(self, judged: Sequence[Judged]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
 
     def forget(self) -> None:
-        """The texts so far say nothing of later ones. What steps cost stays known."""
+        """Forget statistics about the sequences so far, which say nothing about later ones, but not what steps cost."""
 
 
 class WrappedPolicy(TreePolicy):
-    """A policy in the name of another one: a subclass changes some of what it does, and all the rest is the other's."""
+    """A policy that delegates everything to another one; a subclass overrides what it changes."""
 
     def __init__(self, policy: TreePolicy) -> None:
         self.policy, self.draw = policy, policy.draw

@@ -1,9 +1,10 @@
-"""Drafting under a grammar: nothing that it forbids, and for free what it forces.
+"""Drafting under a grammar: tokens that it forbids are never drafted, and tokens that it forces are drafted for free.
 
-The target's own distribution forbids a token as well, so a drafter that knows nothing of grammars loses nodes and no
-exactness. Here candidates and distributions are masked before a tree is laid or drawn: a tree is what it would be over
-a source that knows the grammar, q is what tokens are really drawn from, and any policy and any verifier take it. Where
-only one token may come it has mass 1, so that a run of such tokens is drafted as far as the tree goes.
+The target's own distribution gives a forbidden token no mass either, so a drafter that ignored grammars would waste
+nodes but stay exact. Here candidates and distributions are masked before a tree is laid or drawn. So a tree is what it
+would be over a source that knows the grammar, q is the distribution that tokens are really drawn from, and any policy
+and any verifier work. If the grammar allows only one token, the token has mass 1, so that a run of such tokens is
+drafted as far as the tree goes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from branchwise.core.sequence import SequenceState
 from branchwise.draft.builder import Candidate, Candidates, Cursor, NodeProbs, TreeBuilder
 
 SOURCE = "grammar"
-"""who proposes a token that must come"""
+"""the source of a token that the grammar forces"""
 
 
 def place_of(sequence: SequenceState) -> Place | None:
-    """Where a text stands in its grammar, if it has one."""
+    """The place of a text in its grammar, if it has one."""
     constraint = constraint_of(sequence.sampling)
     return None if constraint is None else constraint.find(sequence.tokens)
 
@@ -32,13 +33,14 @@ def place_of(sequence: SequenceState) -> Place | None:
 
 
 class GrammarCursor(NamedTuple):
-    """A cursor of a lookup drafter, and the place in the grammar there."""
+    """A cursor of a lookup drafter, and the place in the grammar after the same tokens."""
 
     own: Cursor
     place: Place
 
 
 def under_grammar(sequence: SequenceState, cursor: Cursor) -> Cursor:
+    """The cursor after a text, together with the text's place in its grammar if it has one."""
     place = place_of(sequence)
     return cursor if place is None else GrammarCursor(cursor, place)
 
@@ -46,7 +48,8 @@ def under_grammar(sequence: SequenceState, cursor: Cursor) -> Cursor:
 def allowed_candidates(
     cursor: GrammarCursor, candidates: Candidates, behind: Callable[[Cursor, int], Cursor], name: str
 ) -> Sequence[Candidate]:
-    """What may come next; the others leave their mass to these. `name` is that of the drafter."""
+    """The candidates that the grammar allows; they share the mass of the others. `name` is that of the drafter, and
+    `behind` gives the cursor after one more token."""
     own, place = cursor
     if place.forced is not None:
         return [Candidate(place.forced, 1.0, behind(cursor, place.forced), SOURCE)]
@@ -62,7 +65,7 @@ def allowed_candidates(
 
 
 def allowed_chain(place: Place, tokens: Sequence[int], length: int) -> list[int]:
-    """A chain of at most so many tokens: these, as far as they are allowed, and those that must come among them."""
+    """A chain of at most `length` tokens: `tokens` as far as they are allowed, with forced tokens in between."""
     chain: list[int] = []
     left = list(tokens[::-1])
     while len(chain) < length and not place.free:
@@ -81,8 +84,8 @@ def allowed_chain(place: Place, tokens: Sequence[int], length: int) -> list[int]
 
 
 def allowed_probs(here: Place, tree: TreeBuilder, nodes: Sequence[int], found: NodeProbs) -> NodeProbs:
-    """The distributions after nodes of a tree, over what may come there. A draft that gives none of it any mass is
-    replaced by the distribution that prefers nothing. Sparse ones are masked as candidates already."""
+    """The distributions after nodes of a tree, restricted to allowed tokens. If a distribution gives no allowed token
+    any mass, the uniform one over them replaces it. Sparse distributions were masked as candidates already."""
     if not isinstance(found.found, Tensor):
         return found
     rows = []
@@ -104,15 +107,16 @@ def allowed_probs(here: Place, tree: TreeBuilder, nodes: Sequence[int], found: N
 
 
 class GrammarLevels:
-    """Where the nodes of a level stand, in trees of a batch that grow level by level on the host."""
+    """The places of the nodes of a level in their grammars, for trees of a batch that grow level by level on the
+    host."""
 
     def __init__(self, roots: Sequence[Place | None]) -> None:
-        """None stands for a text without a grammar."""
+        """`roots` are the places of the roots, None for a text without a grammar."""
         self._places: list[list[Place | None]] = [[root] for root in roots]
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceState], size: int) -> GrammarLevels | None:
-        """Of the roots of these texts, padded to a size; None if no text has a grammar."""
+        """The level of the roots of these texts, padded to `size` texts; None if no text has a grammar."""
         roots = [place_of(sequence) for sequence in sequences]
         return cls([*roots, *[None] * (size - len(roots))]) if any(roots) else None
 
@@ -123,12 +127,13 @@ class GrammarLevels:
         return torch.stack([torch.stack([anything if mask is None else mask for mask in row]) for row in masks])
 
     def forced(self) -> list[tuple[int, int, int]]:
-        """(text, row, token) where only one token may come."""
+        """(text, row, token) of every node after which the grammar allows only this token."""
         rows = [(text, row, place) for text, places in enumerate(self._places) for row, place in enumerate(places)]
         return [(text, row, place.forced) for text, row, place in rows if place and place.forced is not None]
 
     def descend(self, above: Tensor, tokens: Tensor) -> None:
-        """The next level (batch, rows): below which node of this one each stands, and its token."""
+        """Go to the next level: `above` (batch, rows) are the rows of the parents in this level, `tokens` (batch, rows)
+        the tokens of the next."""
         self._places = [
             [None if (place := places[parent]) is None else place.after(token) for parent, token in pairs]
             for places, pairs in zip(self._places, torch.stack([above, tokens], dim=-1).tolist(), strict=True)

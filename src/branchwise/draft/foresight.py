@@ -1,15 +1,15 @@
-"""What the target will draw, as far as a draft can know it: the noise is there before the distribution is.
+"""Foresight: predicting what the target will draw from the noise of its draw, which is known before the distribution.
 
 A text draws its token in a position by a race (`core.rng`): every token arrives after a waiting time of its own,
-divided by its probability. Waiting times depend on the seed and the position alone, so a drafter can look at them, and
-expect not the tokens that are probable but those that will arrive first if it is right about their probabilities. As it
-is not quite right, a token's chance is its speed, probability over waiting time, as a share of all speeds: that is the
+divided by its probability. Waiting times depend on the seed and the position alone, so a drafter can compute them. It
+then expects not the most probable tokens but those that will arrive first if its own probabilities are right. As these
+are not quite right, a token's chance is its speed, probability over waiting time, as a share of all speeds: that is the
 chance that it wins if the logarithms of the target's probabilities were off by standard Gumbel noise. As in the race,
 blocks of the vocabulary come first, and then the tokens of a block.
 
-Only `match` allows it. What it emits is the target's own draw whatever the tree holds, so that a tree may depend on the
-very noise that will judge it. Other rules compare the draft with the target and must judge it by noise that it does not
-know.
+Only `match` allows foresight. `match` emits the target's own draw whatever the tree holds, so a tree may depend on the
+very noise that will judge it. Other rules compare the draft with the target, and must judge it by noise that the draft
+does not depend on.
 
 Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (arXiv
 2408.07978), let a chain share the noise of its target. Here whole trees are ranked by it.
@@ -29,42 +29,43 @@ from branchwise.core.sequence import SequenceState
 STREAM = stream_of("verify", "token", 0)
 """the part of a key that the target's draws have in common"""
 COLDEST = 0.02
-"""at lower temperatures the noise decides nothing that a draft could be right about"""
+"""the lowest temperature at which foresight is used; below it the noise hardly changes what is drawn"""
 
 
 def dice_of(sequence: SequenceState) -> int:
-    """What all keys of a text's draws come from."""
+    """The number that all keys of a text's draws are derived from."""
     return signed(mix_int(mix_int(sequence.rng_seed) + STREAM))
 
 
 def temperature_of(sequence: SequenceState) -> float:
-    """That of the draws of a text; 0 where it draws nothing, or next to nothing."""
+    """The temperature of a text; 0 if it is too low for foresight."""
     temperature = sequence.sampling.temperature
     return temperature if temperature >= COLDEST else 0.0
 
 
 def keys_of(dice: Tensor, positions: Tensor) -> Tensor:
-    """Those of the draws in these positions."""
+    """The keys of the draws in these positions."""
     return mix(dice + positions.long() * GAMMA)
 
 
 def waits(keys: Tensor, names: Tensor) -> Tensor:
-    """(…, names): the waiting times of runners with these names, by the draws (…,) that they belong to."""
-    bits = (mix(keys[..., None] + spaced(names)) >> 41) & 0x7FFFFF  # those that decide: float32 has no more
+    """(…, names): the waiting times of the runners `names`, in the draws with these `keys` (…,)."""
+    bits = (mix(keys[..., None] + spaced(names)) >> 41) & 0x7FFFFF  # 23 bits decide: float32 has no more
     return -torch.log((bits.float() + 0.5) * 2.0**-23)
 
 
 def foreseen(
     logits: Tensor, names: Tensor, keys: Tensor, sampled: Tensor, extra: Tensor, known: Tensor, vocabulary: int
 ) -> Tensor:
-    """(batch, rows, tokens + more): the logarithm of each token's chance to be drawn behind each row.
+    """(batch, rows, tokens + more): the logarithm of each token's chance to be drawn after each row.
 
-    `logits` (batch, rows, tokens) of the draft for the tokens of these `names` (tokens,), at the temperature of each
-    text; behind them come the `extra` logits (batch, rows, more) of tokens that each text alone `known` (batch, more),
-    -1 for none, names. `keys` (batch, rows) are those of the draws, `sampled` (batch,) whether there are any: without,
-    all wait equally long, and chances are the probabilities of the draft.
+    `logits` (batch, rows, tokens) are those of the draft, at the temperature of each text, for the tokens `names`
+    (tokens,). `extra` (batch, rows, more) are the logits of further tokens `known` (batch, more) of each text, -1 for
+    none; their chances come last. `keys` (batch, rows) are the keys of the draws. `sampled` (batch,) says which texts
+    draw: in the others all tokens wait equally long, so chances are the probabilities of the draft.
 
-    The extra tokens of a block do not know of each other, and the others do not know of them; all share one sum.
+    An approximation: the chance of a token within its block ignores the extra tokens of that block, except itself. All
+    tokens share one sum.
     """
     top = torch.maximum(logits.amax(-1, keepdim=True), extra.amax(-1, keepdim=True)).clamp_min(-1e30)
     mass, more = (logits - top).exp(), (extra - top).exp().masked_fill((known < 0)[:, None], 0.0)
@@ -86,12 +87,12 @@ def foreseen(
 
 
 def keys_behind(sequence: SequenceState, depths: Sequence[int]) -> Tensor:
-    """(nodes,): the keys of the draws behind nodes at these depths of the next tree."""
+    """(nodes,): the keys of the draws after nodes at these depths of the next tree."""
     return keys_of(torch.tensor(dice_of(sequence)), torch.tensor(depths) + len(sequence.tokens))
 
 
 def foreseen_probs(probs: Tensor, keys: Tensor) -> Tensor:
-    """(nodes, vocabulary): chances to be drawn behind nodes, by their distributions in a draft and these keys."""
+    """(nodes, vocabulary): chances to be drawn after nodes, given the distributions of a draft and the keys."""
     device, keys = probs.device, keys.to(probs.device, non_blocking=True)
     names, none = torch.arange(probs.shape[1], device=device), probs.new_zeros(1, len(probs), 1)
     nobody, sampled = torch.full((1, 1), -1, device=device), torch.ones(1, dtype=torch.bool, device=device)

@@ -1,7 +1,7 @@
-"""The target as its own drafter, with noise on its logits: a drafter of any skill for any model, to test verifiers.
+"""The target as its own drafter, with noise on its logits: a drafter of any quality for any model, to test verifiers.
 
 It makes nothing faster, but q can be as close to p as a test needs: q = softmax(logits / temperature + sigma noise),
-where the noise is a function of the text before a node. sigma = 1 is a fair draft model, 3 a bad one.
+where the noise is a function of the text up to a node. sigma = 1 is a fair draft model, 3 a bad one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
+from branchwise.draft.recall import TargetProbsMixer
+from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import PairingError, UsageError
 
 
@@ -43,7 +44,7 @@ class NoisyTarget(TreeDrafter):
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
         assert self.target is not None
         assert self.target.score is not None
-        # Every request is scored from the root on: the cache rows of one level are gone before the next is asked for.
+        # Every request is scored from the root: the cache rows of one level are gone before the next is requested.
         batch = TreeBatch([request.tree.finish(Draw.FIXED) for request in requests], self.target.device)
         logits = self.target.score([request.sequence for request in requests], batch).logits
         self.passes += 1
@@ -56,7 +57,7 @@ class NoisyTarget(TreeDrafter):
         return self._mixed(request, probs)
 
     def _row(self, sequence: SequenceState, tree: TreeBuilder, node: int, logits: Tensor) -> Tensor:
-        """(vocabulary,): the target's distribution after a node, with noise that only the text before it decides."""
+        """(vocabulary,): the target's distribution after a node, with noise that depends only on the text up to it."""
         text = zlib.crc32(array("q", [*sequence.tokens, *tree.path(node)]).tobytes())
         noise = torch.randn(len(logits), generator=torch.Generator().manual_seed(text)).to(logits.device)
         temperature = sequence.sampling.temperature or 1.0

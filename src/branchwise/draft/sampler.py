@@ -4,9 +4,9 @@ A tree policy asks a sampler for tokens and arrival times and never touches a ra
 depend on the seed of the text. For a greedy text the sampler returns the most probable tokens, because the target takes
 its most probable token whatever was drafted. The audit passes an enumerator instead.
 
-A policy numbers its draws; each (kind, draw) is used at most once for one tree. An order that is drawn turn by turn
-(`next_of`) has the number of the node that its tokens are children of. A policy should request all draws of a level
-together, as a `SampleRequest`: a device then draws once for all texts of a batch.
+A policy numbers its draws; each (kind, number) is used at most once for one tree. An order that is drawn turn by turn
+(`next_of`) has the number of the node whose children are drawn. A policy should request all draws of a level together,
+as a `SampleRequest`: a device then draws once for all texts of a batch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.sparse import Probs, ProbsBatch, alone
 
 PICKS = stream_of("draft", "pick", 0)
-"""where the independent draws of `SeededSampler` begin, for those that are made on a device"""
+"""the random stream of the independent draws of `SeededSampler`, for code that makes the same draws on a device"""
 FIRST_TURNS = 4
-"""tokens of a node that are drawn in advance if the policy does not know how many it will need"""
+"""number of children of a node that are drawn in advance if the policy does not know how many it will need"""
 
 
 class DeviceSampler:
@@ -64,7 +64,7 @@ class DeviceSampler:
         return self._run(_best, probs, count=min(k, probs.shape[1]))
 
     def _run(self, function: Callable[..., Tensor], *rows: Tensor, count: int | None = None) -> list[Any]:
-        """What a function of rows, and of a count that a graph is recorded for, finds for each of the last rows."""
+        """The results of a function for each row of the last argument; a graph is recorded for each `count`."""
         if (function, count) not in self._recorded:
             counted = wraps(function)(lambda *rows: function(*rows, count)) if count is not None else function
             self._recorded[function, count] = PaddedGraphedFunction(counted, self._device, capture=self._capture)
@@ -104,20 +104,21 @@ class DraftSampler(ABC):
 
     @abstractmethod
     def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
-        """Independent tokens, one for each (which of the distributions, number of the draw)."""
+        """Independent tokens, one for each (index of its distribution, number of the draw)."""
 
     @abstractmethod
     def orders(self, probs: ProbsBatch, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
-        """From each distribution this many tokens without replacement, in draw order; fewer if it has fewer."""
+        """Tokens of each distribution without replacement, in draw order: the number that `sizes` has for it, or fewer
+        if it has fewer."""
 
     @abstractmethod
     def wait(self, draw: int) -> float:
         """A standard exponential time."""
 
     def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
-        """The token of this turn, of those drawn without replacement as children of a node, one by one.
+        """The child that a node gets in this turn, if its children are drawn one by one without replacement.
 
-        `left` is what earlier turns left of the distribution; `number` is unique among the draws of the tree.
+        `left` is the distribution without the tokens of earlier turns; `number` is unique among the draws of the tree.
         """
         [token] = self.picks(left, [number])
         return token
@@ -128,7 +129,7 @@ class DraftSampler(ABC):
         raise NotImplementedError("draws that are not made on a device are made one by one")
 
     def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
-        """The k most probable tokens of each distribution, best first, and their masses; fewer if there are fewer."""
+        """The k most probable tokens of each distribution, best first, and their masses; fewer if it has fewer."""
         return self.device_sampler.best(probs, k)
 
     def picks(self, probs: Probs, draws: Sequence[int]) -> list[int]:
@@ -148,12 +149,13 @@ class SampleRequest:
     sampler: DraftSampler
     probs: ProbsBatch
     draws: Sequence[tuple[int, int]]
-    """(which of the distributions, number of the draw)"""
+    """(index of its distribution, number of the draw) of each draw"""
     sizes: Sequence[int] | None = None
+    """number of tokens of each order; None for independent tokens"""
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Requests of one kind can be answered together."""
+        """A key that is equal for requests that can be answered together."""
         return type(self), type(self.sampler), self.sizes is None
 
     @property
@@ -161,7 +163,7 @@ class SampleRequest:
         return [number for _, number in self.draws]
 
     def alone(self) -> list[Any]:
-        """The answer to this request alone: tokens, or orders of tokens."""
+        """The answer to this request by itself: tokens, or orders of tokens."""
         if self.sizes is None:
             return self.sampler.picks_from(self.probs, self.draws)
         return self.sampler.orders(self.probs, self.sizes, self.numbers)
@@ -199,7 +201,8 @@ def _together(requests: list[SampleRequest]) -> list[list[Any]]:
 
 
 def lies_on_host(probs: Tensor) -> bool:
-    """On the host a copy of rows over a vocabulary costs more than another call."""
+    """Whether rows are on the host, where copying rows over a vocabulary into one batch costs more than another
+    call."""
     return probs.device.type == "cpu"
 
 
@@ -244,7 +247,7 @@ class SeededSampler(DraftSampler):
 
 
 class JointSampler(SeededSampler):
-    """Samplers of several texts as one; the n-th draw is made by the n-th sampler."""
+    """The samplers of several texts as one sampler; its n-th draw is made by the n-th of them."""
 
     def __init__(self, sampler: Sequence[SeededSampler]) -> None:
         self._samplers, self.device_sampler = sampler, sampler[0].device_sampler
@@ -254,7 +257,7 @@ class JointSampler(SeededSampler):
 
 
 class GreedySampler(DraftSampler):
-    """The most probable token comes first, and every wait has the mean of waits."""
+    """Returns the most probable tokens first, and for every wait its mean."""
 
     def __init__(self, device_sampler: DeviceSampler | None = None) -> None:
         self.device_sampler = device_sampler or DeviceSampler()
@@ -275,7 +278,7 @@ class GreedySampler(DraftSampler):
         return 1.0
 
     def _best(self, probs: ProbsBatch, sizes: Sequence[int]) -> list[list[int]]:
-        """Of each distribution this many most probable tokens, best first; fewer if it has fewer."""
+        """The most probable tokens of each distribution, best first: the number that `sizes` has for it, or fewer."""
         if not isinstance(probs, Tensor):
             return [p.best(size) for p, size in zip(probs, sizes, strict=True)]
         rows = self.best(probs, max(sizes))
@@ -294,24 +297,25 @@ def sampler_for(sequence: SequenceState, device_sampler: DeviceSampler | None = 
 class Drawn(NamedTuple):
     token: int
     share: float
-    """its probability among the tokens that were left"""
+    """the probability of the token among those that were left"""
     rest: float
-    """the share of all others; 0 after the last"""
+    """the share of all other tokens that were left; 0 after the last"""
 
 
 class NoReplacementSampler:
-    """What is left of a distribution. The distribution itself is not changed: a verifier needs it as q."""
+    """Draws without replacement from one distribution, one token at a time. It keeps what is left of the distribution
+    apart, and does not change the distribution itself, which a verifier needs as q."""
 
     def __init__(self, probs: Probs, node: int, opening: list[float] | None = None) -> None:
-        """The distribution of the children of a node; `opening` is its row of `DraftSampler.openings`."""
+        """`probs` is the distribution of the children of a node, and `opening` its row of `DraftSampler.openings`."""
         self._left = probs
         self._node = node
         self._turn = 0
         self._own = False
         self._opening = [] if opening is None else opening[1:]
-        self._out: list[int] = []  # tokens of the opening that are not removed from what is left yet
+        self._out: list[int] = []  # tokens of the opening that are not removed from `_left` yet
         self.mass = opening[0] if opening else float(row_sum(probs)) if isinstance(probs, Tensor) else probs.mass
-        """of all tokens that are left: a sum, because 1 minus the others would be mostly rounding"""
+        """mass of all tokens that are left: a sum, because 1 minus the others would be mostly rounding error"""
 
     def draw(self, sampler: DraftSampler, number: int) -> Drawn:
         """Draw and remove a token; `number` is unique among the draws of the tree."""
@@ -328,7 +332,7 @@ class NoReplacementSampler:
         return Drawn(token, taken / before, self.mass / before)
 
     def _take_out(self) -> None:
-        """Remove the tokens of the opening, which is used up: later draws are made from the rest."""
+        """Remove the tokens of the opening when it is used up: later draws are made from the rest."""
         if self._out:
             assert isinstance(self._left, Tensor), "only distributions on a device are drawn from in advance"
             self._left, self._own = self._left.clone(), True
@@ -336,7 +340,7 @@ class NoReplacementSampler:
             self._out = []
 
     def _take(self, token: int) -> tuple[float, float]:
-        """Remove a token; its mass, and the mass of all others that are left."""
+        """Remove a token; returns its mass, and the mass of all tokens that are left."""
         if not isinstance(self._left, Tensor):
             taken, self._left = self._left[token], self._left.without(token)
             return taken, self._left.mass
@@ -349,7 +353,8 @@ class NoReplacementSampler:
 
 
 class Opening(SampleRequest):
-    """The first turns of draws without replacement; the draws are numbered by their nodes, `sizes` are the turns."""
+    """A request for the first turns of draws without replacement. The number of a draw is its node; `sizes` are the
+    numbers of turns."""
 
     def alone(self) -> list[Any]:
         assert isinstance(self.probs, Tensor), "sparse distributions are drawn from on the host"

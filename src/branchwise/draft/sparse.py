@@ -1,7 +1,7 @@
 """Sparse distributions, and tables of distributions.
 
-A lookup drafter proposes a few tokens after a node. Their distribution stays on the host, which draws from it; it
-becomes a row over the vocabulary when a verifier needs it as q, and only tokens and masses are copied to a device.
+A lookup drafter proposes a few tokens after a node. Their distribution stays on the host, which draws from it. It
+becomes a row over the vocabulary if a verifier needs it as q; only tokens and masses are copied to a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SparseProbs:
     """token -> its mass, rounded to float32: draws use the very numbers that q has"""
     vocabulary: int
     device: torch.device
-    """of its target"""
+    """the device of the target"""
 
     @classmethod
     def of(cls, weights: Mapping[int, float], vocabulary: int, device: torch.device) -> SparseProbs:
@@ -48,16 +48,16 @@ class SparseProbs:
         return math.fsum(self.masses.values())
 
     def without(self, token: int) -> SparseProbs:
-        """The same masses except that of one token."""
+        """The same masses without that of one token."""
         others = {other: mass for other, mass in self.masses.items() if other != token}
         return SparseProbs(others, self.vocabulary, self.device)
 
     def best(self, k: int) -> list[int]:
-        """The k most probable tokens, best first; fewer if there are fewer."""
+        """The k most probable tokens, best first; fewer if the distribution has fewer."""
         return sorted(self.masses, key=self.masses.__getitem__, reverse=True)[:k]
 
     def race(self, key: int) -> int:
-        """One token, drawn with this key: the one that `rng.race` draws from the same distribution as a row."""
+        """One token, drawn with `key`: the same token that `rng.race` draws from the distribution as a row."""
         return race_sparse(self.masses, key)
 
     def race_on(self, key: int, k: int) -> list[int]:
@@ -81,7 +81,7 @@ def alone(probs: Probs) -> ProbsBatch:
 
 
 def table(probs: Sequence[Probs | None]) -> Tensor:
-    """(distributions, vocabulary) float32, on the device of the target: rows, of zeros for None."""
+    """(distributions, vocabulary) float32, on the device of the target: the distributions as rows, zeros for None."""
     few = next((p for p in probs if isinstance(p, SparseProbs)), None)
     if few is None:
         rows = [p for p in probs if isinstance(p, Tensor)]
@@ -95,7 +95,8 @@ def table(probs: Sequence[Probs | None]) -> Tensor:
 
 
 def flaw_of(tokens: Tensor, masses: Tensor, vocabulary: int) -> str | None:
-    """Why rows (n, k) of tokens and masses cannot be sparse distributions, best first; None if they can."""
+    """Why rows (n, k) of tokens and masses cannot be sparse distributions with the best tokens first; None if they
+    can."""
     if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
         return "a token is outside the vocabulary"
     if not bool(((masses >= 0).all(dim=1) & (masses.double().sum(dim=1) <= 1 + 1e-5)).all()):
@@ -109,12 +110,12 @@ def flaw_of(tokens: Tensor, masses: Tensor, vocabulary: int) -> str | None:
 
 
 def _spread(probs: Sequence[Probs | None], vocabulary: int, device: torch.device) -> Tensor:
-    """(distributions, vocabulary): the sparse ones; the rows of all others are 0."""
+    """(distributions, vocabulary): the sparse distributions as rows; all other rows are 0."""
     few = [(row * vocabulary, p.masses) for row, p in enumerate(probs) if isinstance(p, SparseProbs)]
     places = np.array([start + token for start, masses in few for token in masses], dtype=np.int64)
     values = np.array([mass for _, masses in few for mass in masses.values()])
     size = len(probs), vocabulary
-    if device.type == "cpu":  # numpy gets zeroed pages from the system, torch writes zeros, and hardly any is read
+    if device.type == "cpu":  # numpy gets zeroed pages from the system, torch would write zeros; few are ever read
         rows = np.zeros(size, dtype=np.float32)
         rows.reshape(-1)[places] = values
         return torch.from_numpy(rows)

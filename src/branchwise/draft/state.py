@@ -1,12 +1,12 @@
-"""Files of tensors with a description, and the state of a drafter in such a file, to continue from in another process.
+"""Files of tensors with a description, and the state of a drafter as such a file, to continue from in another process.
 
-A file is safetensors, whose metadata holds one JSON value, a version and a digest. It is written beside its place and
-then renamed over it, so a reader finds the old file or the new file, whole. A file that is truncated, foreign, changed
-or too new is refused with one sentence that says what to do.
+A file is safetensors, whose metadata holds one JSON value with a version and a digest. A new file is written beside the
+old one and then renamed over it, so a reader finds either the old file or the new one, never a part. A file that is
+truncated, foreign, changed or too new is refused with one sentence that says what to do.
 
 A state has the tensors of every part that learns, `trigram.pairs` and so on, and names the drafter and the target that
 they belong to. It only changes what is drafted: whatever a file contains, texts are the target's own. Two writers do
-not wait for each other: of what both have learned since they read a file, the later one's stays.
+not wait for each other: if both have learned something since they read a file, the later one overwrites the earlier.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Format:
 
     noun: str
     remedy: str
-    """what to do about a file that cannot be used"""
+    """what the user can do about a file that cannot be used"""
     error: type[BranchwiseError]
     version: int = 1
 
@@ -71,7 +71,7 @@ class Format:
             partial.unlink(missing_ok=True)
 
     def read(self, file: Path, parse: Callable[[dict[str, Any], Tensors], T]) -> T:
-        """What `parse` makes of the description and the tensors; its ValueError, or any like it, means damage."""
+        """The result of `parse`, given the description and the tensors; an error such as a ValueError means damage."""
         try:
             # One open file: safetensors would open it twice, and another file may be renamed over it in between.
             with file.open("rb") as stored:
@@ -96,11 +96,11 @@ class Format:
 
 
 def _digest(known: Mapping[str, Any], tensors: Tensors) -> str:
-    """Of the description and all tensors: safetensors itself does not notice a changed byte."""
+    """A digest of the description and all tensors: safetensors itself does not notice a changed byte."""
     found = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.numel():  # without elements it has no strides to be seen as bytes by
+        if tensor.numel():  # an empty tensor cannot be viewed as bytes
             found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -111,7 +111,7 @@ FORMAT = Format("state", "remove it or name another file", UsageError)
 
 
 def check_state(drafter: Drafter, path: str | os.PathLike[str]) -> None:
-    """Refuse a state that could not be loaded or saved, before a model is loaded in vain."""
+    """Refuse a state that could not be loaded or saved, before time is spent on loading a model."""
     parts_of(drafter)
     file = _place(path)
     if not os.access(file.parent, os.W_OK):
@@ -155,7 +155,7 @@ def load_state(drafter: Drafter, path: str | os.PathLike[str], target: TargetInf
 
 
 def parts_of(drafter: Drafter) -> dict[str, LearningDrafter]:
-    """The drafter and its members, by name, those that learn."""
+    """Those of the drafter and its members that learn, by name."""
     everyone = [drafter, *drafter.members]
     parts = {part.name: part for part in everyone if isinstance(part, LearningDrafter) and part.learns}
     if not parts:

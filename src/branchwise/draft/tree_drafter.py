@@ -1,7 +1,7 @@
-"""Drafters that grow their trees: a source of distributions, and a tree policy that asks it.
+"""Drafters that grow trees: a source of distributions, and a tree policy that asks it.
 
 A source is a subclass with a method `look`, which answers the requests of all sequences at once: one pass of a model
-serves a whole level of a whole batch. It may mix earlier distributions of the target into its own.
+serves a whole level of a whole batch. A source may mix earlier distributions of the target into its own (`recall.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,79 +21,9 @@ from branchwise.draft.base import NO_NEEDS, Budget, Drafter
 from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.constrained import allowed_probs, place_of
 from branchwise.draft.foresight import foreseen_probs, keys_behind, temperature_of
+from branchwise.draft.recall import TargetProbsMixer
 from branchwise.draft.sampler import DeviceSampler, SampleRequest, sample_batch, sampler_for
-from branchwise.errors import UsageError
 from branchwise.verify import Verdict
-
-KEPT = 32
-"""tokens of a distribution that are kept, the most probable ones"""
-ROWS = 16
-"""distributions that are kept of one tree, those of its accepted path first: each is a search through a vocabulary"""
-PAIRS = 4096
-"""pairs of tokens that are kept of one text; the oldest are dropped"""
-
-Pair = tuple[int, int]
-Remembered = tuple[Tensor, Tensor]
-"""what followed two tokens: tokens (kept,) and logits (kept,) float32, whose softmax is the distribution"""
-
-
-class TargetProbsMixer:
-    """q' = (1 - share) q + share p, where p is the target's last distribution after the same two tokens.
-
-    Improved MCSD (Lu et al., arXiv 2409.10644) starts trees with tokens of known distributions of the target, which
-    changes what is written. Mixed into q, the same knowledge is lossless. Each text has its own memory: texts of one
-    seed share their noise, so the tokens of one text would predict those of another.
-    """
-
-    def __init__(self, share: float) -> None:
-        if not 0 < share < 1:
-            raise UsageError(f"Recall needs a share between 0 and 1, such as recall=0.3, not {share}.")
-        self.share = share
-        self._memories: WeakKeyDictionary[SequenceState, dict[Pair, Remembered]] = WeakKeyDictionary()
-
-    def learn(self, judged: Sequence[Judged]) -> None:
-        """Keep distributions that a pass found; called before the tokens of a step are appended to the sequences."""
-        for sequence, tree, rows, verdict in judged:
-            nodes = worth_reading(tree, verdict)
-            tokens = tree.tokens.tolist()
-            logits, found = rows[nodes].topk(min(KEPT, rows.shape[-1]), dim=-1)
-            memory = self._memories.setdefault(sequence, {})
-            # In reverse, so that accepted nodes are the newest.
-            for node, best, scores in reversed(list(zip(nodes, found, logits.float(), strict=True))):
-                if (pair := last_two(sequence, tokens, tree.parents, node)) is not None:
-                    memory.pop(pair, None)
-                    memory[pair] = best, scores
-            while len(memory) > PAIRS:
-                del memory[next(iter(memory))]
-
-    def mix(self, sequence: SequenceState, tree: TreeBuilder, nodes: Sequence[int], probs: Tensor) -> Tensor:
-        """Distributions (nodes, vocabulary) to draw from after these nodes, given those of the draft."""
-        memory = self._memories.get(sequence, {})
-        pairs = [last_two(sequence, tree.tokens, tree.parents, node) for node in nodes]
-        known = [(row, memory[pair]) for row, pair in enumerate(pairs) if pair in memory]
-        if not known:
-            return probs
-        left = torch.ones(len(nodes), 1, dtype=probs.dtype)
-        left[[row for row, _ in known]] -= self.share
-        mixed = probs * left.to(probs.device)
-        temperature = sequence.sampling.temperature or 1.0
-        for row, (tokens, logits) in known:
-            remembered = (logits.to(probs.dtype) / temperature).softmax(dim=-1)
-            mixed[row].index_add_(0, tokens, self.share * remembered)
-        return mixed
-
-
-def worth_reading(tree: DraftTree, verdict: Verdict) -> list[int]:
-    """The accepted nodes, then the rejected children of accepted nodes."""
-    below = [child for node in verdict.path for child in tree.topology.children[node] if child not in verdict.path]
-    return [*verdict.path, *below][:ROWS]
-
-
-def last_two(sequence: SequenceState, tokens: Sequence[int], parents: Sequence[int], node: int) -> Pair | None:
-    """The last two tokens of the text up to a node; None if there is only one."""
-    if node > 0:
-        return tokens[parents[node]], tokens[node]
-    return None if len(sequence.tokens) < 2 else (sequence.tokens[-2], sequence.tokens[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +33,16 @@ class ExpandRequest:
     sequence: SequenceState
     tree: TreeBuilder
     nodes: list[int]
-    """at least one, all different; the distributions of their ancestors were asked for before"""
+    """numbers of at least one node, all different; the distributions of their ancestors were asked for before"""
 
 
 class TreeDrafter(Drafter):
     """A drafter that grows the trees of a policy."""
 
     recall: TargetProbsMixer | None = None
-    """remembers distributions of the target for a source that mixes them into its own"""
+    """memory of the target's distributions, for a source that mixes them into its own"""
     kept_probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] | None = None
-    """if it is set, the distributions that trees were grown from, by the path from the root"""
+    """if set, the distributions that trees were grown from, by the path from the root"""
 
     def __init__(self, tree: TreePolicy) -> None:
         self.tree = tree
@@ -125,7 +54,7 @@ class TreeDrafter(Drafter):
 
     @property
     def largest(self) -> int:  # type: ignore[override]
-        """Of the tree that is drafted: a drafter may choose another one for its target."""
+        """As in `Drafter`, read from the policy at every call: a drafter may choose another policy for its target."""
         return self.tree.largest
 
     @property
@@ -160,7 +89,7 @@ class TreeDrafter(Drafter):
                     sample_requests[row] = request
                 else:
                     expand_requests[row] = ExpandRequest(sequences[row], *request)
-            # All draws come first, so that the trees of a batch ask for a level together.
+            # Answer all draws first, so that the trees of a batch then ask for a level together.
             if sample_requests:
                 answers = dict(zip(sample_requests, sample_batch(list(sample_requests.values())), strict=True))
                 sample_requests.clear()
@@ -192,8 +121,8 @@ class TreeDrafter(Drafter):
 
     @staticmethod
     def _foresee(requests: Sequence[ExpandRequest], answers: list[NodeProbs]) -> None:
-        """Chances in place of probabilities, where tokens are drawn and distributions are whole; of all texts at
-        once, so that a device is asked once."""
+        """Replace probabilities by chances (`foresight`) if tokens are drawn and distributions are whole. All texts are
+        computed together, so that a device is called once."""
         rows = {
             row: found.found
             for row, (request, found) in enumerate(zip(requests, answers, strict=True))
@@ -209,7 +138,7 @@ class TreeDrafter(Drafter):
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.recall is None and not self.tree.watches:
-            return  # nobody asks, and the rows of many texts take long to tell apart
+            return  # nothing reads the logits, and splitting the rows of many texts takes long
         judged = [Judged(*one) for one in zip(sequences, self._drafted, scored.logits, verdicts, strict=False)]
         if self.recall is not None:
             self.recall.learn(judged)
@@ -219,7 +148,7 @@ class TreeDrafter(Drafter):
         self.tree.forget()
 
     def _mixed(self, request: ExpandRequest, probs: Tensor) -> Tensor:
-        """Distributions (nodes, vocabulary) of a source, with what is remembered of the target's."""
+        """Distributions (nodes, vocabulary) of a source, mixed with the remembered ones of the target."""
         return probs if self.recall is None else self.recall.mix(request.sequence, request.tree, request.nodes, probs)
 
     def _grow(self, sequence: SequenceState, budget: Budget) -> TreeCoroutine:

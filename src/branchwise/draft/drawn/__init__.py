@@ -1,1 +1,1 @@
-"""Trees whose tokens are drawn on a device, for whoever can say there what follows: a draft model or a head."""
+"""Trees whose tokens are drawn on a device, from the logits of a draft model or a head."""

@@ -1,4 +1,4 @@
-"""Choosing tokens where their logits are: warped and drawn without the host, with the noise that it would use."""
+"""Choosing tokens on the device of their logits: warped and drawn without the host, with the noise of the host."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from branchwise.draft.model.reading import BatchReading
 
 
 class Choice(ABC):
-    """Tokens of a batch of texts, and the distributions that they come from."""
+    """Chooses tokens for a batch of texts, and returns the distributions that they were drawn from too."""
 
     def __init__(self, reading: BatchReading, *, greedy: bool, drawn: bool, compile: bool = False) -> None:
-        """Whether there are `greedy` texts, and whether tokens of others are `drawn`. `compile` fuses it, once for
-        every shape."""
+        """`greedy`: some texts are greedy; `drawn`: some texts draw their tokens. `compile` fuses the operations, once
+        for every shape."""
         self.reading = reading
         self._greedy, self._drawn, self._compile = greedy, drawn, compile
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, *given: Tensor, **options: int) -> tuple[Tensor, Tensor]:
-        """Tokens, and distributions (batch, nodes, vocabulary) of logits (batch, nodes, columns), the first of what is
-        given; `options` are what a program is compiled for."""
+        """Tokens, and distributions (batch, nodes, vocabulary). The first argument is the logits (batch, nodes,
+        columns); a program is compiled for each value of `options`."""
         kind = tuple(options.values()), given[0].shape
         tokens, probs = self._run(kind, partial(self._choose, **options), given)
         return tokens, probs
 
     def keys(self, stream: int, draws: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """`draw_keys`, which is some sixty launches if it is not fused; zeros where no text draws."""
+        """As `draw_keys`, which is some sixty launches if it is not fused; zeros if no text draws."""
         if not self._drawn:
             return torch.zeros(len(seeds), len(draws), dtype=torch.int64, device=seeds.device)
         kind = stream, draws.shape, seeds.shape
@@ -44,7 +44,7 @@ class Choice(ABC):
         return found
 
     def _run(self, kind: Any, program: Callable[..., Any], given: Sequence[Tensor]) -> Any:
-        """A program, compiled once for each kind of what it is given."""
+        """The result of a program, compiled once for each `kind` of its arguments."""
         if not self._compile:
             return program(*given)
         if kind not in self._programs:
@@ -56,7 +56,7 @@ class Choice(ABC):
 
 
 class Picks(Choice):
-    """The next tokens of `count` paths of every text."""
+    """Chooses the next tokens of `count` paths of every text."""
 
     def __init__(self, reading: BatchReading, count: int, **how: bool) -> None:
         super().__init__(reading, **how)
@@ -65,9 +65,10 @@ class Picks(Choice):
     def _choose(
         self, logits: Tensor, first: Tensor, keys: Tensor, greedy: Tensor, *, apart: bool
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, paths), given logits after one node for all paths, or after a node of each. A path draws, by
-        its key (batch, paths), from the distribution of the `first` path (batch, paths) that has come the same way;
-        which texts are `greedy` (batch,) is a number. All paths take the same token unless they go `apart`."""
+        """Tokens (batch, paths), given logits after one node for all paths, or after one node for each path. A path
+        draws, with its key (batch, paths), from the distribution of the `first` path (batch, paths) with the same
+        tokens so far. `greedy` (batch,) is above 0 for a greedy text. The paths of a greedy text all take the same
+        token unless they go `apart`."""
         probs = self.reading(logits)
         if not self._greedy:
             return self._race(probs, first, keys), probs
@@ -81,7 +82,7 @@ class Picks(Choice):
         return race(probs.flatten(0, 1), keys.flatten(), rows.flatten()).view_as(first)
 
     def _best(self, probs: Tensor, first: Tensor, *, apart: bool) -> Tensor:
-        """The paths of a node take its best tokens in turn, and the best if there are no more."""
+        """The paths of one node take its best tokens in turn, and the very best if no more tokens are left."""
         masses, tokens = largest(probs, min(self._count, probs.shape[2]))
         if self._count == 1:
             return tokens[..., 0]
@@ -94,11 +95,11 @@ class Picks(Choice):
 
 
 class Orders(Choice):
-    """Several tokens after each node, none of them twice; -1 where a distribution has no more."""
+    """Chooses several different tokens after each node; -1 if a distribution has no more tokens."""
 
     def _choose(self, logits: Tensor, keys: Tensor, greedy: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, nodes, width), drawn one after the other by the key of their node (batch, nodes), or the most
-        probable ones first."""
+        """Tokens (batch, nodes, width), drawn one after the other with the key of their node (batch, nodes), or for a
+        greedy text the most probable ones first."""
         probs = self.reading(logits)
         if not self._greedy:
             return self._race_on(probs, keys, width), probs
@@ -116,16 +117,16 @@ class Orders(Choice):
 
 
 def largest(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(…, count) twice: the largest numbers of rows (…, vocabulary) and where they stand. If one is wanted it is the
-    first of equal ones."""
+    """(…, count) twice: the largest numbers of rows (…, vocabulary) and their places. If `count` is 1, the first of
+    equal numbers is taken."""
     if probs.device.type == "cpu" or probs.shape[-1] <= count * BLOCK:
         return _ordered(probs, count)
     return largest_by_blocks(probs, count)
 
 
 def largest_by_blocks(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same on a device, where a whole row would be one program's work: the largest stand in the blocks
-    with the largest ones."""
+    """As `largest`, for a device, where one program would read a whole row: the largest numbers are in the blocks with
+    the largest maxima."""
     blocks = filled_blocks(probs, -torch.inf)
     _, chosen = _ordered(blocks.amax(dim=-1), count)
     index = chosen[..., None].expand(*chosen.shape, BLOCK)

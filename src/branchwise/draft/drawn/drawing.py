@@ -1,4 +1,5 @@
-"""All draws of a tree as one recording, for texts that are sampled in any way, and what the host has to know of it."""
+"""All draws of a tree as one recording, for texts with any sampling parameters, and numbers that the host needs of
+it."""
 
 from __future__ import annotations
 
@@ -26,20 +27,22 @@ from branchwise.draft.policies.rsd import Branching
 from branchwise.draft.policies.template import Ranks, Template
 
 MOST_WAYS = 16
-"""ways of sampling, for a number of texts, that are kept recorded, those used last"""
+"""most recordings that are kept, one for each number of texts and structure of their sampling; those used last"""
 RESTS = 16
-"""batches that are left to the host after one that it had to grow: what a text lacks once it lacks often"""
+"""number of batches that are left to the host after one whose trees failed: a distribution with too few tokens is
+often followed by others"""
 
 Way = tuple[BatchReading, GraphedFunction[Drawn]]
-"""for one number of texts and one structure of their sampling: how logits are read, and all that follows"""
+"""for one number of texts and one structure of their sampling: the reading of logits, and the recording of all draws"""
 Begin = Callable[..., Passes]
-"""makes the passes over trees of texts in these slots (batch,), given what else whoever drafts knows of them"""
+"""makes the passes over trees of texts, given their slots (batch,) and further tensors of a draft model or head"""
 Told = tuple[Tensor, torch.cuda.Event | None]
-"""numbers on their way to the host"""
+"""numbers on their way to the host, and the event after which they have arrived"""
 
 
 def tree_draft_of(tree: TreePolicy, width: int, device: torch.device) -> Callable[[Sequence[Budget]], TreeDraft] | None:
-    """Makes trees of a policy for budgets on a device, over so many tokens; None if only the host can."""
+    """A function that makes the `TreeDraft` of a policy for budgets, over `width` tokens that can be proposed; None if
+    only the host can grow such trees."""
     if isinstance(tree, Paths) and type(tree) in (Paths, Chain):
         return lambda budgets: PathDraft(tree, max(map(tree.within, budgets)), device)
     if isinstance(tree, Shaped) and type(tree) in (Template, Branching, Ranks, RankedShape):
@@ -49,10 +52,10 @@ def tree_draft_of(tree: TreePolicy, width: int, device: torch.device) -> Callabl
 
 
 class Drawing:
-    """Draws trees, each time at the same place and from numbers of the host at the same places."""
+    """Draws trees. Its inputs and outputs have fixed addresses, so that the draws can be recorded."""
 
     def __init__(self, target: TargetInfo, reading: Callable[[list[SamplingParams]], BatchReading]) -> None:
-        """`reading` reads the logits of whoever drafts, for texts that are sampled so."""
+        """`reading` makes the reading of the drafter's logits, for texts with these sampling parameters."""
         self._target, self._reading = target, reading
         self._given: tuple[TreeDraft, Begin] | None = None
         self._ways: OrderedDict[Any, Way] = OrderedDict()
@@ -60,10 +63,10 @@ class Drawing:
         self._places: dict[int, Drawn] = {}  # by the number of texts
         self._buffers: dict[tuple[str, int], PinnedBuffer] = {}
         self._uploaded: dict[tuple[str, int], list[int]] = {}
-        """what they hold"""
+        """the numbers that each buffer holds on the device"""
 
     def start(self, draft: TreeDraft, begin: Begin) -> None:
-        """Draw such trees from now on. Whatever was recorded belongs to others, or to another place."""
+        """Draw trees of `draft` from now on. All recordings are dropped: they belong to other trees or addresses."""
         self._given, self._last = (draft, begin), None
         for held in (self._ways, self._places, self._buffers, self._uploaded):
             held.clear()
@@ -71,8 +74,8 @@ class Drawing:
     def __call__(
         self, sequences: Sequence[SequenceState], size: int, slots: Sequence[int], padding: int, *known: Tensor
     ) -> Drawn:
-        """Trees of texts in these slots, padded to so many with texts in the slot of padding; `known` are what passes
-        begin with, always at the same places."""
+        """Trees of texts in these slots, padded to `size` texts with the slot `padding`. `known` are the further
+        arguments of `Begin`, always at the same addresses."""
         _, grow = self._way(sequences, size)
         numbers = [
             [slot, sequence.rng_seed, int(sequence.sampling.greedy)]
@@ -83,7 +86,7 @@ class Drawing:
             return grow(about, *known)
 
     def _way(self, sequences: Sequence[SequenceState], size: int) -> Way:
-        """How to draw for these texts, padded to so many."""
+        """The way to draw for these texts, padded to `size` texts."""
         sampling = [sequence.sampling for sequence in sequences]
         if self._last is not None and self._last[:2] == (size, sampling):
             return self._last[2]
@@ -109,17 +112,19 @@ class Drawing:
         return self._ways[key]
 
     def _place(self, draft: TreeDraft, size: int) -> Drawn:
-        """Where trees are written: always the same place on a device, because what reads them is recorded for it. On a
-        host nothing is, and trees keep what they hold."""
+        """The tensors that trees are written to. On a device they stay the same, because recordings that read them hold
+        their addresses. On a host nothing is recorded, and every call makes new ones, so that trees keep their
+        tokens."""
         if size not in self._places or self._target.device.type == "cpu":
-            with torch.inference_mode(mode=False):  # whoever reads them need not know how they were written
+            with torch.inference_mode(mode=False):  # so that code outside of inference mode can use them too
                 self._places[size] = draft.place(size, self._target.vocabulary)
         return self._places[size]
 
     # Numbers of the host
 
     def upload(self, kind: str, size: int, rows: list[list[int]], padding: list[int]) -> Tensor:
-        """(fields, size): numbers of texts at a fixed place of the device; rows may be shorter than their padding."""
+        """(fields, size): numbers of texts at a fixed address on the device. `rows` has a row for each text; a row that
+        is shorter than `padding` is filled up from it."""
         filled = [[*row, *padding[len(row) :]] for row in rows] + [padding] * (size - len(rows))
         numbers = [number for column in zip(*filled, strict=True) for number in column]
         key, place = (kind, size), self.place(kind, size, len(padding))
@@ -132,18 +137,18 @@ class Drawing:
         return place
 
     def place(self, kind: str, size: int, count: int) -> Tensor:
-        """(fields, size): the place of so many numbers of every text."""
+        """(fields, size): the tensor on the device for `count` numbers of each of `size` texts."""
         if (kind, size) not in self._buffers:
             self._buffers[kind, size] = PinnedBuffer(count * size, self._target.device, torch.int64)
         return self._buffers[kind, size].device_copy.view(count, size)
 
     def overwritten(self, kind: str, size: int) -> None:
-        """The device writes other numbers there."""
+        """Called before the device itself writes to this place, so that the next upload is not skipped."""
         self._uploaded.pop((kind, size), None)
 
 
 def fetched(told: Tensor) -> Told:
-    """Numbers on their way to the host: what is enqueued from now on does not delay them."""
+    """Start copying numbers to the host; what is enqueued from now on does not delay them."""
     if told.device.type != "cuda":
         return told, None
     numbers, over = told.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -152,6 +157,7 @@ def fetched(told: Tensor) -> Told:
 
 
 def arrived(told: Told) -> list[int]:
+    """Wait for the numbers, and return them."""
     numbers, over = told
     if over is not None:
         over.synchronize()

@@ -1,8 +1,9 @@
 """Paths, drawn on the device; one path is a chain.
 
-The rows of a path lie apart from those of the others even where both have the same tokens, so that shapes never depend
-on what was drawn. Paths that agree still are one path: they draw from the distribution of the first of them, which is
-the q of their node. The shape of the merged tree is what was drawn, so the host reads that, unless there is one path.
+Every path has cache rows of its own even while several paths have the same tokens, so that shapes never depend on what
+was drawn. Paths that agree so far still share a node: they draw from the distribution of the first of them, which is
+the q of the node. The shape of the merged tree depends on the drawn tokens, so the host reads these, unless there is
+only one path.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from branchwise.draft.sampler import PICKS
 
 
 class PathDraft(TreeDraft):
-    """The paths of a policy, of this length."""
+    """The paths of a policy, each of `length` tokens."""
 
     def __init__(self, policy: Paths, length: int, device: torch.device) -> None:
         self._policy, self._count = policy, policy.count
@@ -56,7 +57,8 @@ class PathDraft(TreeDraft):
         return Picks(reading, self._count, greedy=greedy, drawn=drawn, compile=compile)
 
     def grow(self, passes: Passes, choose: Choose, place: Drawn, texts: Texts) -> Drawn:
-        """The first path is written as a chain; of all paths the tokens, and which nodes of the tree these are."""
+        """Draw all paths. `place.tokens` gets the first path as a chain; if there are several paths, `place.told` gets
+        the tokens of all of them and their nodes in the tree."""
         positions, roots, logits = passes.roots
         place.tokens[:, 0] = roots
         keys = choose.keys(PICKS, self._draws.flatten(), texts.seeds, positions).view(-1, *self._draws.shape)
@@ -79,7 +81,7 @@ class PathDraft(TreeDraft):
         return place
 
     def trees(self, found: Drawn, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        """A draw belongs to its level: fewer levels are drawn as the first of more are."""
+        """The trees, cut to budgets. This is exact: the draws of a level do not depend on how many levels follow."""
         lengths = [self._policy.within(budget) for budget in budgets]
         if self.resident:
             return [chain(*one) for one in zip(found.tokens, found.q, lengths, strict=False)]
@@ -91,15 +93,15 @@ class PathDraft(TreeDraft):
 
 
 def chain(tokens: Tensor, q: Tensor, length: int) -> DraftTree:
-    """The first levels of a drawn chain."""
+    """The first `length` levels of a drawn chain."""
     parents = chain_topology(length + 1).parents
     return DraftTree(tokens[: length + 1], parents, Draw.PATHS, q[:length] if length else None, (length,))
 
 
 def numbered(node: Tensor, token: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes that paths (batch, paths) come to from these nodes with these tokens, numbered from `size` (batch, 1)
-    on; for each the first path that comes to it, and the nodes of the tree then. Children of one node stand together,
-    in the order in which paths first reach them."""
+    """The next nodes of paths (batch, paths), given their nodes so far and their next tokens. New nodes are numbered
+    from `size` (batch, 1) on, children of one node one after the other, in the order in which paths first reach them.
+    Also returns for each path the first path at the same node, and the new size of the tree."""
     count = node.shape[1]
     path = torch.arange(count, device=node.device)
     same = (node[:, :, None] == node[:, None, :]) & (token[:, :, None] == token[:, None, :])

@@ -1,9 +1,9 @@
-"""Trees whose shape is given, drawn on the device: which node is passed over when, and what it attends to, are
-constants.
+"""Trees whose shape is known in advance, drawn on the device: the order of their passes, and what each node attends to,
+are constants.
 
-Siblings are drawn without replacement, or are the most probable tokens. A distribution may carry fewer tokens than the
-shape has children, and then the tree has another shape: such trees, which are rare, are for the host to grow. The host
-asks only when it has read the verdict before them, and by then a pass over them may have begun.
+Siblings are drawn without replacement, or are the most probable tokens. If a distribution has fewer tokens with mass
+than the shape has children, the tree has another shape. Such trees are rare, and the host grows them. The host learns
+of them only after it has read the verdict before them, and by then a pass over them may have begun.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ from branchwise.draft.policies.rsd import Branching
 from branchwise.draft.policies.template import Ranks, Template, places_in
 
 ORDERS = stream_of("draft", "order", 0)
-"""where the draws without replacement of `SeededSampler` begin"""
+"""the random stream of the draws without replacement of `SeededSampler`"""
 
 
 Shaped = Template | Branching | Ranks
+"""the tree policies with a known shape"""
 
 
 class Inner(NamedTuple):
     """The nodes of one level that have children."""
 
     nodes: Tensor
-    """(rows,): where they stand in the tree"""
+    """(rows,): the places of these nodes in the tree"""
     draws: Tensor
     """(rows,): the numbers of the draws of their children"""
     children: Tensor
-    """(children,): where the nodes below them stand in the tree"""
+    """(children,): the places of their children in the tree"""
     elder: Tensor
-    """(children,): the row of each child's parent times `width`, plus its rank"""
+    """(children,): the row of each child's parent times `width`, plus the rank of the child"""
     width: int
-    """the most children of one of them"""
+    """the most children of one node"""
 
 
 class ShapeDraft(TreeDraft):
-    """Trees of this shape; those of ranks are cut to any part of it, others to their first levels."""
+    """Trees of the shape of a policy. A tree of ranks can be cut to any part of the shape, other trees to their first
+    levels."""
 
     resident = True
 
     def __init__(self, policy: Shaped, width: int, device: torch.device) -> None:
-        """`width` is how many tokens can be proposed."""
+        """`width` is the number of tokens that can be proposed."""
         self._policy, self._width = policy, width
         self._shape = shape = shape_of(policy, width)
         self._ranked = isinstance(policy, Ranks)
@@ -78,7 +80,7 @@ class ShapeDraft(TreeDraft):
             for rank, child in enumerate(shape.children[node])
         ]
         level = shape.levels[depth]
-        numbered = isinstance(self._policy, Branching)  # by their place in a level
+        numbered = isinstance(self._policy, Branching)  # its draws are numbered by level and place in the level
         draws = [(depth << 16) + level.index(node) if numbered else node for node in nodes]
         lists = nodes, draws, [child for child, _ in pairs], [elder for _, elder in pairs]
         found, numbers, children, elder = (torch.tensor(part, device=device) for part in lists)
@@ -100,13 +102,13 @@ class ShapeDraft(TreeDraft):
         return all(len(self._within(budget)) == len(self._shape) for budget in budgets)
 
     def _within(self, budget: Budget) -> tuple[int, ...]:
-        """The parents of what a budget holds of the shape."""
+        """The parents of the nodes, for the part of the shape that fits in a budget."""
         if isinstance(self._policy, Ranks):
             return self._policy.within(budget, self._width).parents
         return self._shape.parents[: self._shape.levels[self._levels_within(budget)][-1] + 1]
 
     def _levels_within(self, budget: Budget) -> int:
-        """How many whole levels a budget holds."""
+        """The number of whole levels below the root that fit in a budget."""
         ends = [level[-1] for level in self._shape.levels[1 : max(budget.depth, 0) + 1]]
         return sum(end < budget.nodes for end in ends)
 
@@ -120,7 +122,7 @@ class ShapeDraft(TreeDraft):
         return Orders(reading, greedy=greedy or self._ranked, drawn=drawn and not self._ranked, compile=compile)
 
     def grow(self, passes: Passes, choose: Choose, place: Drawn, texts: Texts) -> Drawn:
-        """The host is told the first level of which a token is missing."""
+        """Draw level by level. `place.told` gets the first level in which a token is missing."""
         positions, roots, logits = passes.roots
         place.tokens[:, 0] = roots
         for number, inner in enumerate(self._inner):
@@ -137,7 +139,7 @@ class ShapeDraft(TreeDraft):
         return place
 
     def fails(self, told: Sequence[int], budgets: Sequence[Budget]) -> bool:
-        """Whether a token is missing."""
+        """Whether a token is missing in a tree, within its budget."""
         return any(level <= self._levels_within(budget) for level, budget in zip(told, budgets, strict=False))
 
     def trees(self, found: Drawn, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -148,12 +150,12 @@ class ShapeDraft(TreeDraft):
         return [self._tree(*one) for one in zip(found.tokens, found.q, parents, strict=False)]
 
     def _tree(self, tokens: Tensor, q: Tensor, parents: tuple[int, ...]) -> DraftTree:
-        """The first levels of a drawn tree: the draws of a node do not depend on what comes after it."""
+        """The first levels of a drawn tree. Cutting it is exact: the draws of a node do not depend on deeper nodes."""
         rows = max(parents) + 1
         return DraftTree(tokens[: len(parents)], parents, self._policy.draw, q[:rows] if rows else None)
 
     def _part(self, whole: Tensor, parents: tuple[int, ...]) -> Tensor:
-        """Of a tree of ranks the tokens of a part."""
+        """The tokens of a part of a tree of ranks."""
         if len(parents) == len(self._shape):
             return whole
         if parents not in self._parts:
@@ -163,7 +165,7 @@ class ShapeDraft(TreeDraft):
 
 
 def shape_of(policy: Shaped, width: int) -> Topology:
-    """The whole shape of a policy's trees, over so many tokens."""
+    """The whole shape of a policy's trees, if `width` tokens can be proposed."""
     if isinstance(policy, Ranks):
         return policy.whole(width)
     return policy.shape if isinstance(policy, Template) else topology(branched(policy.branching))

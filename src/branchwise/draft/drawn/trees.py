@@ -1,8 +1,8 @@
-"""Trees that are drawn where the logits are, level by level, without the host.
+"""Trees that are drawn on the device of the logits, level by level, without the host.
 
-Whoever drafts supplies `Passes`: what follows the roots, and then what follows the nodes of each level that have
-children. Where the rows of these stand behind a text never depends on what was drawn, so all levels of a tree can be
-recorded as one CUDA graph behind the verdict.
+A draft model or a head supplies `Passes`: the logits after the roots, and then the logits after the nodes of each level
+that have children. The cache rows of these nodes after a text never depend on what was drawn, so all levels of a tree
+can be recorded as one CUDA graph, which is launched after the verdict.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from branchwise.draft.model.reading import BatchReading
 
 
 class Choose(Protocol):
-    """How tokens are chosen."""
+    """How tokens are chosen from logits."""
 
     def __call__(self, *given: Tensor, **options: int) -> tuple[Tensor, Tensor]:
-        """Tokens and distributions of logits (batch, nodes, columns), the first of what is given; what else it is given
-        is between it and its trees."""
+        """Tokens and distributions. The first argument is the logits (batch, nodes, columns); each `TreeDraft` and its
+        `Choose` agree on the others."""
 
     def keys(self, stream: int, draws: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """`draw_keys`, if a text draws; else nobody looks at them."""
+        """The keys of `draw_keys`; if no text draws, their values do not matter."""
 
 
 class Texts(NamedTuple):
-    """Texts in the slots of whoever drafts, and what their draws depend on; (batch,) each."""
+    """Texts in slots of the draft model or head, and what their draws depend on; (batch,) each."""
 
     slots: Tensor
     seeds: Tensor
@@ -45,69 +45,69 @@ class Drawn(NamedTuple):
     """Trees below the roots of texts."""
 
     tokens: Tensor
-    """(batch, nodes) int64: what passes and verifiers read, root first"""
+    """(batch, nodes) int64: the tokens that passes and verifiers read, root first"""
     told: Tensor
-    """(batch, …) int64: what the host has to know of them"""
+    """(batch, …) int64: what the host must know of the trees"""
     q: Tensor
-    """(batch, nodes with children, vocabulary) float32; nothing where nothing is drawn"""
+    """(batch, nodes with children, vocabulary) float32; no rows if nothing is drawn"""
 
 
 class Level(NamedTuple):
-    """The nodes of a level that have children, and where their rows stand behind those of their text."""
+    """The nodes of a level that have children, and the places of their cache rows after those of their text."""
 
     first: int
-    """the row of the first of them"""
+    """the row of the first of these nodes, counted from the end of the text"""
     depths: Tensor
-    """(nodes,): 0 comes right after the text"""
+    """(nodes,): the depth of each node; 0 comes right after the text"""
     columns: Tensor
-    """(rows,): the depths of all rows behind the text, theirs included"""
+    """(rows,): the depths of all rows after the text so far, those of these nodes included"""
     seen: Tensor
-    """(nodes, rows): which of these each of them attends to"""
+    """(nodes, rows): which of these rows each node attends to"""
     above: Tensor
-    """(nodes,): which of the nodes that were passed over before them are their parents"""
+    """(nodes,): the index of each node's parent among the nodes of the pass before"""
 
 
 class Roots(NamedTuple):
-    """What trees grow from."""
+    """The roots that trees grow from."""
 
     positions: Tensor
-    """(batch,) int64: the places of the roots in their texts"""
+    """(batch,) int64: the positions of the roots in their texts"""
     tokens: Tensor
-    """(batch,)"""
+    """(batch,): the tokens of the roots"""
     logits: Tensor
-    """(batch, 1, columns): what follows them"""
+    """(batch, 1, columns): the logits after the roots"""
 
 
 class Passes(ABC):
-    """What may follow the nodes of trees while they are drawn."""
+    """Gives the logits after the nodes of trees while these are drawn."""
 
     roots: Roots
 
     @abstractmethod
     def below(self, tokens: Tensor, level: int) -> Tensor:
-        """(batch, nodes, columns): the logits after these tokens (batch, nodes), which stand so many levels below the
-        roots. Every level follows the one above it."""
+        """(batch, nodes, columns): the logits after `tokens` (batch, nodes), which are `level` levels below the roots.
+        Called for one level after the other."""
 
 
 class TreeDraft(ABC):
-    """Trees of a policy, drawn where the logits are."""
+    """Trees of a policy, drawn on the device of the logits."""
 
     depth: int
-    """levels"""
+    """number of levels below the root"""
     below: int
-    """rows behind a text and its root that are written"""
+    """number of cache rows that are written after a text and its root"""
     resident: bool
     """whether the host knows the shape of its trees before it knows what was drawn"""
     tells: bool = False
-    """whether trees may fail, which the host has to be told"""
+    """whether trees may fail (`fails`), so that the host must read `Drawn.told`"""
 
     def __init__(self, levels: Sequence[Level], device: torch.device) -> None:
-        """Levels below the roots that are passed over."""
+        """`levels` are those below the roots that need a pass."""
         self.levels, self.device = levels, device
 
     @property
     def steps(self) -> int:
-        """Tokens that a text gains at most from one verdict."""
+        """The most tokens that a text gains from one verdict."""
         return self.depth + 1
 
     @abstractmethod
@@ -120,7 +120,7 @@ class TreeDraft(ABC):
 
     @abstractmethod
     def place(self, size: int, vocabulary: int) -> Drawn:
-        """Where the trees of so many texts are written."""
+        """Tensors that the trees of `size` texts can be written to."""
 
     @abstractmethod
     def choice(self, reading: BatchReading, *, greedy: bool, drawn: bool, compile: bool) -> Choose:
@@ -128,11 +128,11 @@ class TreeDraft(ABC):
 
     @abstractmethod
     def grow(self, passes: Passes, choose: Choose, place: Drawn, texts: Texts) -> Drawn:
-        """Draw trees below the ends of texts, and write them to their `place`."""
+        """Draw trees below the roots of texts, and write them to `place`."""
 
     @abstractmethod
     def trees(self, found: Drawn, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        """What was drawn, within budgets; there may be fewer budgets than rows."""
+        """The drawn trees, cut to budgets; there may be fewer budgets than rows."""
 
     def fails(self, told: Sequence[int], budgets: Sequence[Budget]) -> bool:
         """Whether the host has to grow trees within these budgets."""

@@ -1,10 +1,11 @@
 """The KV cache of a head: rows of texts, and of trees while they grow.
 
-A row of a text reads hidden states of the target and stays. A row of a drafted node reads what its parent carried on;
-it stands behind the rows of its text and is overwritten when the tree is done.
+A row of a text reads hidden states of the target, and stays. A row of a drafted node reads what its parent carried on;
+it is written after the rows of its text, and overwritten when the tree is done.
 
-If rows see a window of each other, those that have left it are let go, so that a cache does not grow with its texts:
-the rows in the window move to the first cells from time to time, and a cell is the place of a row behind the first one.
+If rows attend to a window, rows that have left the window are dropped, so that the cache does not grow with its texts:
+from time to time the rows in the window move to the first cells. A cell is the place of a row, counted from the first
+row that is kept.
 """
 
 from __future__ import annotations
@@ -23,37 +24,37 @@ from branchwise.draft.foresight import dice_of, temperature_of
 from branchwise.draft.head.network import Attend, HeadConfig, Look
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""without cuDNN, which plans anew for every length"""
+"""attention kernels of torch, without cuDNN's, which make a new plan for every length"""
 FIRST = 256
-"""cells of a slot at first; they double as texts grow"""
+"""initial number of cells of a slot; it doubles as texts grow"""
 MOST_EXTRA = 128
-"""tokens of a prompt, of those outside the table, that can be proposed in its text"""
+"""most tokens of a prompt outside the table that can be proposed in its text"""
 
 
 class Draws(NamedTuple):
-    """What a draft knows of the target's draws in every slot."""
+    """What a draft knows of the target's draws in every slot (`foresight`)."""
 
     dice: Tensor
-    """(slots,): what their keys come from"""
+    """(slots,): the number that the keys of the draws are derived from"""
     temperatures: Tensor
-    """(slots,): 0 where nothing is drawn, or the draft must not know of it"""
+    """(slots,): the temperature; 0 if nothing is drawn, or if foresight is not allowed"""
 
 
 class HeadCache:
     """Cells of every slot, and what the last row of every text predicted and carried on.
 
-    Behind the slots of texts stands one for the padding of a batch, and behind the cells of texts one for the padding
-    of rows.
+    One more slot, after those of texts, is for the padding of batches; one more cell of each slot is for the padding of
+    rows.
     """
 
     def __init__(self, config: HeadConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.lengths: dict[SequenceState, int] = {}
-        """open text -> rows up to here, those that were let go included"""
+        """open text -> number of its rows so far, dropped ones included"""
         self.first: dict[SequenceState, int] = {}
         """open text -> the row in its first cell"""
         self.window = config.window
         self.spare = max(1, config.window // 4)
-        """in a window: rows that may have left it before they are let go, and that one pass over a text writes"""
+        """in a window: most rows that have left it before they are dropped, and most that a pass over a text writes"""
         self.slot: dict[SequenceState, int] = {}
         self.padding = slots
         """the slot that no text has"""
@@ -62,7 +63,7 @@ class HeadCache:
         self.store = torch.zeros(2, config.layers, slots + 1, config.kv_heads, FIRST, config.head_width, **kind)
         """(keys and values, layers, slots, heads, cells, width)"""
         self.tokens = torch.zeros(slots + 1, FIRST, dtype=torch.long, device=device)
-        """(slots, cells): the token after that whose hidden states each row of a text read; not kept for a window"""
+        """(slots, cells): the token after the one whose hidden states a row of a text read; not kept in a window"""
         self.columns = torch.arange(FIRST - 1, device=device)
         self.last = torch.zeros(2, slots + 1, width, **kind)
         """(2, slots, width): what the last row of every text predicted, and what it carried on"""
@@ -70,31 +71,32 @@ class HeadCache:
         self.foreseen = torch.zeros(slots + 1, config.masks, width, **kind)
         """(slots, depths, width): what a parallel head predicted in the same pass for the levels below the root"""
         self.firsts = torch.zeros(slots + 1, dtype=torch.long, device=device)
-        """(slots,): `first` where the device reads it"""
+        """(slots,): `first` on the device"""
         self.seats = torch.zeros(slots + 1, dtype=torch.long, device=device)
-        """(slots,): the slots of the target's cache that the texts have"""
+        """(slots,): the slots of the texts in the target's cache"""
         self._seated: dict[int, int] = {}
-        """what they hold"""
+        """slot -> what `seats` holds for it"""
         self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
+        """(slots, tokens): tokens outside the table that can be proposed in each text, -1 for none"""
         self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
-        """tokens that a text may also propose, -1 for none, and their output rows times the weights of the norm"""
+        """(slots, tokens, width): their output rows times the weights of the norm"""
         self.draws = Draws(
             torch.zeros(slots + 1, dtype=torch.long, device=device), torch.zeros(slots + 1, device=device)
         )
         self._foreseen = [False] * (slots + 1)
-        """whether anything is known in each slot, where the host reads it"""
+        """whether foresight is used in each slot, on the host"""
 
     @property
     def scratch(self) -> int:
-        """The cell that no text reaches."""
+        """The cell for padding, which no text reaches."""
         return int(self.store.shape[4]) - 1
 
     def open(self, sequence: SequenceState, first: int = 0) -> None:
-        """Rows before the `first` one are never written."""
+        """Give a text a slot. Its rows before row `first` are never written."""
         slot = self.slot[sequence] = self._free.pop()
         self.lengths[sequence] = first
         self._begin_at(sequence, first)
-        if len(sequence.tokens) == 1:  # there is no row before its first verdict
+        if len(sequence.tokens) == 1:  # the text has no row before its first verdict
             self.predicted[slot], self.carried[slot], self.foreseen[slot] = 0, 0, 0
 
     def _begin_at(self, sequence: SequenceState, row: int) -> None:
@@ -104,12 +106,12 @@ class HeadCache:
             self.firsts[self.slot[sequence]] = row
 
     def ends(self, slots: Tensor, lengths: Tensor, room: int) -> Tensor:
-        """(batch,): the cells behind texts of so many rows. Where rows of a text are missing for good it may have none
-        in its window; then so much room is left all the same."""
+        """(batch,): the first cells after texts of `lengths` rows. At least `room` cells are left after them, even if
+        rows of a text are missing for good, so that its window is empty."""
         return (lengths - self.firsts[slots]).clamp(0, self.scratch - room) if self.window else lengths
 
     def seat(self, sequences: Sequence[SequenceState], places: Sequence[int]) -> None:
-        """Keep in which slots of the target's cache these texts are."""
+        """Note the slots (`places`) of these texts in the target's cache."""
         slots = [self.slot[sequence] for sequence in sequences]
         moved = {slot: place for slot, place in zip(slots, places, strict=True) if self._seated.get(slot) != place}
         if moved:
@@ -118,11 +120,11 @@ class HeadCache:
             self._seated |= moved
 
     def held(self, sequence: SequenceState) -> int:
-        """Cells that a text takes, or without a window may take before its next verdict."""
+        """The number of cells that a text takes; without a window, the most that it takes before its next verdict."""
         return self.lengths[sequence] - self.first[sequence] if self.window else len(sequence.tokens)
 
     def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
-        """Open a text with the first rows of another; if they are `moved`, that one is closed."""
+        """Open a text with the first `rows` rows of `source`; if they are `moved`, `source` is closed."""
         first, rows = self.first[source], min(rows, self.lengths[source])
         if moved:
             self.slot[sequence] = self.slot.pop(source)
@@ -138,8 +140,8 @@ class HeadCache:
     def propose(
         self, extra: Mapping[SequenceState, Sequence[int]], output: Tensor, weight: Tensor, *, foresees: bool
     ) -> None:
-        """In texts these tokens can be proposed besides the table. Their rows are those of the `output` times the
-        weights of the norm. `foresees`: what the texts will draw may be known."""
+        """Let the `extra` tokens of each text be proposed too. Their rows are those of `output` times the `weight` of
+        the norm. `foresees`: foresight is allowed."""
         numbers = np.full((len(extra), 3 + MOST_EXTRA), -1)
         temperatures = numbers[:, 2].view(np.float64)
         for row, (sequence, tokens) in enumerate(extra.items()):
@@ -153,7 +155,7 @@ class HeadCache:
         self.draws.temperatures[slots] = foresees * uploaded[:, 2].contiguous().view(torch.float64).float()
 
     def foresees(self, slots: Tensor) -> bool:
-        """Whether what one of these texts on a host will draw may be known."""
+        """Whether foresight is used in one of these slots; called on a host only."""
         return any(self._foreseen[slot] for slot in slots.tolist())
 
     def close(self, sequence: SequenceState) -> None:
@@ -162,13 +164,13 @@ class HeadCache:
             del self.lengths[sequence], self.first[sequence]
 
     def note(self, sequence: SequenceState, count: int) -> None:
-        """Keep the tokens of so many rows that are written next."""
+        """Keep the tokens after the next `count` rows, which are written now."""
         start = self.lengths[sequence]
         after = torch.tensor(sequence.tokens[start + 1 : start + count + 1])
         self.tokens[self.slot[sequence], start : start + count] = after.to(self.tokens.device, non_blocking=True)
 
     def let_go(self, sequences: Sequence[SequenceState]) -> None:
-        """Let go of rows of these texts that no further row sees, where they are many."""
+        """Drop the rows of these texts that no further row attends to, if they are many."""
         for sequence in sequences if self.window else ():
             seen = self.window - 1
             gone = self.held(sequence) - seen
@@ -178,7 +180,7 @@ class HeadCache:
                 self._begin_at(sequence, self.first[sequence] + gone)
 
     def hold(self, cells: int) -> None:
-        """Let every slot have so many cells, and one more for padding."""
+        """Let every slot have at least `cells` cells, and one more for padding."""
         if cells > self.scratch:
             wanted = 1 << cells.bit_length()
             self.store = functional.pad(self.store, (0, 0, 0, wanted - self.store.shape[4]))
@@ -196,7 +198,7 @@ class HeadCache:
         slots = [self.slot[sequence] for sequence in sequences]
         places = torch.where(cells < 0, self.scratch, cells).to(device, non_blocking=True)
         seen = seen.clone()
-        seen[..., 0] |= cells < 0  # padding attends to something, so that it stays finite
+        seen[..., 0] |= cells < 0  # padding attends to the first cell, so that it stays finite
         mask, rows = (part.to(device, non_blocking=True) for part in (seen[:, None], torch.tensor(slots)))
         keys_seen = seen.shape[-1]
 
@@ -219,15 +221,16 @@ class HeadCache:
 
 
 def seen_in(window: int, cells: Tensor) -> Tensor:
-    """(batch, rows, cells): the cells up to its own that each row sees, in a window if there is one. Rows are written
-    to cells (batch, rows) in the order of their text; padding, whose cell is -1, sees none."""
+    """(batch, rows, cells): the cells that each row attends to, up to its own, in a window unless `window` is 0. Rows
+    are written to `cells` (batch, rows) in the order of their text; padding, whose cell is -1, attends to none."""
     ages = cells[:, :, None] - torch.arange(int(cells.max()) + 1)
     return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
 def look_at(keys: Tensor, values: Tensor, anchors: Tensor) -> Look:
-    """Attention to the keys and values (batch, heads, tokens, width) of the tokens up to `anchors` (batch, rows), or
-    (batch, 1) for all rows of a text. Padding, whose anchor is -1, sees the first token, so that it stays finite."""
+    """Attention to the keys and values (batch, heads, tokens, width) of the tokens up to `anchors`: (batch, rows), or
+    (batch, 1) for all rows of a text. Padding, whose anchor is -1, attends to the first token, so that it stays
+    finite."""
     seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
     mask = None if bool(seen.all()) else seen[:, None].to(keys.device, non_blocking=True)
 

@@ -1,12 +1,11 @@
-"""Drafting with a trained head: `head:FILE[,table=N,trim=N,temperature=…,copies=N]`. FILE may be a folder of
-`speculators`.
+"""Drafting with a trained head: `head:FILE[,table=N,trim=N,temperature=…,copies=N]`, or a folder of `speculators`.
 
 After a step the head reads the hidden states of the tokens that were kept, in one pass for all texts, which gives the
 distributions after the new roots. Then every level of a tree is one pass over its new nodes; a parallel head has
 predicted all levels in the first pass already.
 
-A head may also attend to keys and values that the target has cached: a row of a text to those of the tokens up to its
-own, as in training, and a drafted row to those of all committed tokens.
+A head may also attend to keys and values that the target has cached: a row of a text attends to those of the tokens up
+to its own, as in training, and a drafted row to those of all committed tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
-from branchwise.backends.quantized import install_products
+from branchwise.backends.quantized import Installed, install_products
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
-from branchwise.draft.head.cache import MOST_EXTRA, HeadCache, look_at, seen_in
+from branchwise.draft.head.cache import MOST_EXTRA, look_at, seen_in
 from branchwise.draft.head.file import TrainedHead, own_or_shared
 from branchwise.draft.head.following import Following, Unread, along, draft_params, packed, stacked
 from branchwise.draft.head.host import FEW, HostHead
@@ -37,19 +36,19 @@ from branchwise.draft.head.sharing import SharingDrafter
 from branchwise.draft.head.speculators import read_head
 from branchwise.draft.head.trees.ahead import ahead_of
 from branchwise.draft.head.trees.catching_up import CatchingUp
-from branchwise.draft.head.usual import DEVICE, check_options, usual_on
+from branchwise.draft.head.trees.device import HeadParts
+from branchwise.draft.head.usual import DEVICE, Usual, check_options, usual_on
 from branchwise.draft.model.reading import BatchReading, Reading, Readings
-from branchwise.draft.model.vocabulary import Vocabulary, kept_places
+from branchwise.draft.model.vocabulary import Vocabulary
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.errors import ModelError, UsageError
 from branchwise.verify import Verdict, Verdicts
 
 CHUNK = 512
-"""rows of a prompt that one pass writes"""
+"""most rows of a prompt that one pass writes"""
 MOST_UNREAD = 128
-"""rows of a text that are left for later while others draft"""
-NONE = -torch.inf
+"""number of unread rows of a text from which on they are read even while other drafters draft"""
 
 
 class HeadDrafter(SharingDrafter):
@@ -64,10 +63,10 @@ class HeadDrafter(SharingDrafter):
         copies: int | None = None,
         trim: int | None = None,
     ) -> None:
-        """`table` uses the N most frequent tokens of the head's table, `trim` those of its table among the N that the
-        target writes most, as counted by `branchwise calibrate vocab`. `temperature` is that of the draft; by default
-        that of the text, and 1 for a greedy text. In the best trees so many tokens may be `copies` of what followed the
-        end of the text where it stood before. Without a `tree` all of these are what pays on the target's device."""
+        """`table` keeps the N most frequent tokens of the head's table; `trim` keeps those among the N that the target
+        writes most, as counted by `branchwise calibrate vocab`. `temperature` warps the draft's distributions, by
+        default as the text's own (1 if greedy). Up to `copies` tokens of a `topk` tree continue an earlier occurrence
+        of the end of the text. Without a `tree`, tree, table and copies are by default what pays on the device."""
         super().__init__(tree or self.default_tree())
         check_options(table, trim, temperature, copies)
         self._tree_given, self._copies = tree is not None, copies
@@ -77,10 +76,10 @@ class HeadDrafter(SharingDrafter):
         self._taps = self.trained.head.config.taps
         self.wanted, self.trim, self.temperature = table, trim, temperature
         self._ahead: CatchingUp | None = None
-        """drafts on the device, if trees are such that it can and passes are recorded"""
-        self._rests = False  # in this step
+        """drafts without the host's loop over levels; None if the policy does not allow it"""
+        self._rests = False  # whether nothing is drafted in this step
         self._kept: list[Tensor] = []
-        """the states along accepted paths (texts, steps, width) a tap, where the next pass may overwrite all others"""
+        """for each tap the states along accepted paths (texts, steps, width), if the next pass may overwrite them"""
 
     @staticmethod
     def default_tree() -> TreePolicy:
@@ -91,58 +90,59 @@ class HeadDrafter(SharingDrafter):
         cross = self.trained.head.config.cross
         return Needs(hidden_layers=self._taps, pad_shape=super().needs.pad_shape, cached_layer=cross or None)
 
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.bytes
-
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         self.trained.check(target)
         if target.embeddings is None:
             raise ModelError(f"{target.name} shows no embeddings, and a head reads them.")
-        embeddings, self._output = target.embeddings
+        usual = usual_on(target.device)
         self._taps = self.trained.taps(target)
-        self._embeddings = own_or_shared(self.trained.embeddings, embeddings)
-        # A copy: other targets may share the file's own weights. Frequencies are never rounded: positions grow, and
-        # keys of the target would not fit queries of the head.
+        self._embeddings = own_or_shared(self.trained.embeddings, target.embeddings[0])
+        installed = self._copy_network(target)
+        table, copies = self._choose_defaults(usual)
+        self._table, self._rows, self._output, self._listed = self.trained.proposed(target, table, self.trim)
+        self._product = installed.product_of(self._rows)
+        self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
+        self._open_cache(self.head.config, target)
+        self._chunk = self._cache.spare if self._window else CHUNK
+        self._host = HostHead.of(self.head, self._cache)
+        self._readings = Readings(self._reading)
+        if target.weight_bytes is not None:
+            weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
+            self.cost = installed.bytes * weights / target.weight_bytes
+        self._ahead, self.paces = None, False
+        if not self.head.config.cross or target.cached_layer is not None:  # else the target hides where its cache lies
+            self._ahead = self._on_device(target, usual, copies, installed)
+
+    def _copy_network(self, target: TargetInfo) -> Installed:
+        """Copy the network, because other targets may share the weights of the file. Frequencies are never rounded:
+        positions grow, and keys of the target would not fit queries of the head."""
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
-        product_of, size = install_products(self.head, target.quantised)
-        table, copies, usual = self.wanted, self._copies, usual_on(target.device)
+        return install_products(self.head, target.quantised)
+
+    def _choose_defaults(self, usual: Usual) -> tuple[int | None, int]:
+        """The size of the table and the number of copies. Options that the user left out get the values that pay on the
+        device; so does the tree, which is set here."""
+        table, copies = self.wanted, self._copies
         if not self._tree_given:
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
             table = usual.table if table is self.trim is None and self.trained.ranked else table
-        rows, places = self.trained.rows, kept_places(self.trained.table, table, self.trim, target)
-        self._table = self.trained.table[places].to(target.device)
-        shared = self._output[self._table].contiguous()
-        self._rows = own_or_shared(None if rows is None else rows[places], shared)
-        self._product = product_of(self._rows)
-        self._listed = np.zeros(target.vocabulary, dtype=np.bool_)
-        self._listed[self._table.cpu()] = True
-        if self._rows is not shared:  # the target's rows for other tokens would not fit beside them
-            self._output, self._listed = self._rows, np.ones_like(self._listed)
-        self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
-        self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
-        self._host = HostHead.of(self.head, self._cache)
-        self._texts.clear()
-        self._readings = Readings(self._reading)
-        self._ahead, self.paces = None, False
-        config = self.head.config
-        self._chunk = self._cache.spare if config.window else CHUNK
-        self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
-        if target.weight_bytes is not None:
-            weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
-            self.cost = size * weights / target.weight_bytes
-        if config.cross and target.cached_layer is None:
-            return  # the target does not show where its cache lies
+        return table, copies or 0
+
+    def _on_device(self, target: TargetInfo, usual: Usual, copies: int, installed: Installed) -> CatchingUp | None:
+        """Drafting without the host's loop over levels, if the tree allows it; sets `paces`."""
+        config, product_of, on_host = self.head.config, installed.product_of, target.device.type == "cpu"
         cached = partial(target.cached_layer, config.cross) if config.cross and target.cached_layer else None
-        parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached, product_of
-        laid, on_host = type(self.tree) is TopK and not self.tree.gain, target.device.type == "cpu"
+        parts = HeadParts(
+            self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached, product_of
+        )
+        laid = type(self.tree) is TopK and not self.tree.gain
         self.paces = laid and not self._tree_given and (reads_at_once(config) or not on_host)
-        copies = 0 if config.window else copies or 0  # of a text in a window tokens are not kept
+        copies = 0 if config.window else copies  # tokens of a text are not kept in a window
         smaller = () if self._tree_given else usual.smaller
         pace = (self.cost or 0.0) if self.paces and on_host else None
-        self._ahead = ahead_of(self.tree, target, self._batch_reading, parts, copies, smaller, pace)
+        return ahead_of(self.tree, target, self._batch_reading, parts, copies, smaller, pace)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
@@ -159,13 +159,13 @@ class HeadDrafter(SharingDrafter):
         text.extra = [*dict.fromkeys(prompt[~self._listed[prompt]][::-1].tolist())][:MOST_EXTRA]  # the last ones first
 
     def _propose(self, sequences: Sequence[SequenceState]) -> None:
-        """Tokens of new prompts that are not in the table."""
+        """Put the tokens of new prompts that are not in the table into the cache, so that they can be proposed."""
         if new := {sequence: text for sequence in sequences if not (text := self._texts[sequence]).proposed}:
             extra = {sequence: text.propose() for sequence, text in new.items()}
             self._cache.propose(extra, self._output, self.head.output_norm.weight, foresees=self.foresees)
 
     def _read_prompts(self, sequences: Sequence[SequenceState]) -> None:
-        """Read the prompts of which nothing is read, where that takes one pass."""
+        """Read the prompts that are wholly unread, if the head can read a prompt in one pass."""
         texts, fits = self._texts, reads_at_once(self.head.config)
         fresh = [one for one in sequences if fits and not self._cache.lengths[one] and len(texts[one].unread)]
         read_unread(self.head, self._cache, self._embeddings, {one: texts[one].unread for one in fresh}, self._features)
@@ -173,9 +173,9 @@ class HeadDrafter(SharingDrafter):
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._rests, self._kept = False, []
         known = [self.knows(sequence) for sequence in sequences]
-        ahead = self._ahead if self.kept_probs is None else None  # whoever keeps distributions wants them on the host
+        ahead = self._ahead if self.kept_probs is None else None  # distributions are kept on the host only
         if ahead is None or ahead.draws or self._table.device.type == "cpu":
-            # On a device a tree of likely tokens below states that are not its text's is a poor one, and costs nothing.
+            # With missing states a fixed tree on a device is poor but free; sampled and host trees are skipped.
             budgets = [budget if knows else NOTHING for knows, budget in zip(known, budgets, strict=True)]
         trees = None if ahead is None else self._draft_ahead(ahead, sequences, budgets, any(known))
         if trees is None:
@@ -189,7 +189,7 @@ class HeadDrafter(SharingDrafter):
     def _draft_ahead(
         self, ahead: CatchingUp, sequences: Sequence[SequenceState], budgets: Sequence[Budget], known: bool
     ) -> list[DraftTree] | None:
-        """Trees of texts of which some are `known`; None if the host has to grow them."""
+        """The next trees; `known`: states of at least one text are complete. None if the host must grow the trees."""
         if ahead.rests(len(sequences)):
             return self.rest(sequences)
         self._propose(sequences)
@@ -204,9 +204,9 @@ class HeadDrafter(SharingDrafter):
         return ahead.draft(sequences, budgets)
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
-        """States that it does not read now it reads together later."""
+        """Bare roots. States that are not read now are read together later."""
         for sequence in sequences:
-            self.knows(sequence)  # forgets those of an interrupted step
+            self.knows(sequence)  # also forgets states of an interrupted step
         self._rests, self._kept = True, []
         self._drafted = super().rest(sequences) if self._ahead is None else self._ahead.rest(sequences)
         return self._drafted
@@ -244,7 +244,7 @@ class HeadDrafter(SharingDrafter):
 
     @torch.inference_mode()
     def follow(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """What has come together so far is read where that is worth a pass, and before it takes much memory."""
+        """Keep the new states. Texts with many unread states are read first: that is worth a pass, and frees memory."""
         if self._ahead is not None:
             self._ahead.leave()
         known = [sequence for sequence in sequences if self.knows(sequence)]
@@ -253,7 +253,7 @@ class HeadDrafter(SharingDrafter):
         self._keep(sequences, scored, verdicts)
 
     def _keep(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """The states of what was accepted, until they are read."""
+        """Keep the states of accepted tokens until they are read."""
         paths = [range(len(verdict.path)) if self._kept else verdict.path for verdict in verdicts]
         hidden = self._kept or [scored.hidden[tap] for tap in self._taps]
         states, end = packed(hidden, paths, self._table.device), 0
@@ -265,7 +265,7 @@ class HeadDrafter(SharingDrafter):
                 text.unread.add(states, start, end)
 
     def _features(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
-        """(rows, width), or (rows, 0) in a head that reads no hidden states."""
+        """(rows, width): the features of hidden states; (rows, 0) for a head that reads no hidden states."""
         features = self.head.features([state.to(self.head.dtype) for state in hidden])
         return self._rows.new_zeros(rows, 0) if features is None else features
 
@@ -286,14 +286,14 @@ class HeadDrafter(SharingDrafter):
     # Passes
 
     def _roots(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
-        """Catch up with the texts; what is predicted after their roots, (1, width) each."""
+        """Read all unread rows of the texts; returns what is predicted after their roots, (1, width) each."""
         self.passes += 1
         self._propose(sequences)
         self._read_prompts(sequences)
         while behind := [sequence for sequence in sequences if len(self._texts[sequence].unread) > self._chunk]:
             self._catch_up(behind)
         if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
-            self._catch_up(behind)  # a text whose last step was interrupted has nothing unread
+            self._catch_up(behind)  # after an interrupted step a text has nothing unread
         found = []
         for sequence in sequences:
             text, slot = self._texts[sequence], self._cache.slot[sequence]
@@ -342,7 +342,7 @@ class HeadDrafter(SharingDrafter):
             self._cache.predicted[slot], self._cache.carried[slot] = predict[row, count - 1], carry[row, count - 1]
 
     def _level(self, requests: Sequence[ExpandRequest]) -> list[Tensor]:
-        """One pass over nodes below the root; what is predicted after each, (nodes, width) a text."""
+        """One pass over nodes below the root; returns what is predicted after each, (nodes, width) for each text."""
         self.passes += 1
         sequences = [request.sequence for request in requests]
         texts = [self._texts[sequence] for sequence in sequences]
@@ -352,16 +352,15 @@ class HeadDrafter(SharingDrafter):
         cells, positions = torch.full((len(requests), rows), -1), torch.zeros(len(requests), rows, dtype=torch.long)
         tokens, seen = torch.zeros_like(positions), torch.zeros(len(requests), rows, keys, dtype=torch.bool)
         features = self._rows.new_zeros(len(requests), rows, self.head.config.width)
-        window = self.head.config.window
         for row, (request, text, end) in enumerate(zip(requests, texts, ends, strict=True)):
             tree = request.tree
             for place, node in enumerate(request.nodes):
                 cell = text.cells.setdefault(node, end + len(text.cells))
                 cells[row, place], tokens[row, place] = cell, tree.tokens[node]
                 positions[row, place] = text.root + tree.depths[node]
-                seen[row, place, max(0, end + tree.depths[node] - window) if window else 0 : end] = True
+                seen[row, place, max(0, end + tree.depths[node] - self._window) if self._window else 0 : end] = True
                 branch = [text.cells[above] for above in tree.branch(node)]
-                seen[row, place, branch[: window or None]] = True
+                seen[row, place, branch[: self._window or None]] = True
             features[row, : len(request.nodes)] = torch.stack([text.carried[tree.parents[n]] for n in request.nodes])
         device = features.device
         attend = self._cache.attend(sequences, cells, seen)
@@ -372,7 +371,7 @@ class HeadDrafter(SharingDrafter):
         return [predict[row, : len(request.nodes)] for row, request in enumerate(requests)]
 
     def _look(self, sequences: Sequence[SequenceState], anchors: Tensor) -> Look | None:
-        """Attention to the target's keys and values of the tokens up to `anchors`, as `look_at` takes them."""
+        """Attention to the target's keys and values of the tokens up to `anchors`, which are those of `look_at`."""
         if not self.head.config.cross:
             return None
         assert self.target is not None
@@ -385,7 +384,7 @@ class HeadDrafter(SharingDrafter):
         """(nodes, vocabulary): distributions over the table and the tokens of the prompt."""
         tokens = torch.tensor([request.tree.tokens[node] for node in request.nodes], device=self._rows.device)
         previous = self._embeddings[tokens] if self.head.config.bias else None
-        logits = predict.new_full((len(predict), self._vocabulary.size), NONE)
+        logits = predict.new_full((len(predict), self._vocabulary.size), -torch.inf)
         logits[:, self._table] = self._product(self.head.output(predict, previous), None)
         if count := len(self._texts[request.sequence].extra):
             extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]

@@ -1,7 +1,7 @@
 """Writing a head in the EAGLE-3 layout of vLLM's `speculators` (`speculators.py`), so that vLLM drafts with it.
 
-The layout knows one way from row to row and output rows of the head's own, so a head with another way is refused, and
-the target's rows are written out. Embeddings are left out: vLLM then reads the target's.
+The layout has one way of carrying states from row to row, so a head with another way is refused. It needs output rows,
+so those of the target are written to the file. Embeddings are left out: vLLM then reads those of the target.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from branchwise.draft.state import Tensors
 from branchwise.errors import UsageError
 
 VERSION = "0.7.0"
-"""of speculators, whose layout this is"""
+"""version of speculators with this layout"""
 DRAFTED = 5
-"""tokens that vLLM drafts at a time unless it is told another number: the depth that heads are trained for"""
+"""number of tokens that vLLM drafts at a time by default: the depth that heads are trained for"""
 REMEDY = "train one that can be: branchwise train head --form speculators"
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target, as vLLM has to know it."""
+    """What vLLM needs to know of the target."""
 
     name: str
-    """hub id or folder that vLLM loads"""
+    """hub id or folder of the model that vLLM loads"""
     architectures: tuple[str, ...] = ()
     positions: int = 4096
     """the most tokens of a text"""
 
 
 def check_exportable(trained: TrainedHead) -> None:
-    """Refuse a head that computes what the layout cannot say."""
+    """Refuse a head with options that the layout does not have."""
     if trained.rows is not None:
         raise UsageError("The head is in the layout of speculators already.")
     config = trained.head.config
@@ -57,12 +57,12 @@ def check_exportable(trained: TrainedHead) -> None:
 
 
 def export_speculators(trained: TrainedHead, folder: Path, target: TargetInfo, verifier: Verifier) -> None:
-    """Write the head for its target into a folder, which must be new or empty."""
+    """Write the head for its target to a folder, which must be new or empty."""
     check_exportable(trained)
     trained.check(target)
     if target.embeddings is None:
         raise UsageError(f"{target.name} shows no output rows, and the layout of speculators needs them.")
-    table = trained.table.sort().values  # speculators read the target's own rows in the order of tokens
+    table = trained.table.sort().values  # speculators take the target's rows in the order of tokens
     tensors = _weights(trained, target.dtype)
     tensors["lm_head.weight"] = target.embeddings[1][table.to(target.device)].to("cpu", target.dtype)
     if len(table) < target.vocabulary:
@@ -79,11 +79,11 @@ def export_speculators(trained: TrainedHead, folder: Path, target: TargetInfo, v
 
 
 PLAIN = {"format": "pt"}
-"""what transformers asks of the metadata of safetensors"""
+"""metadata that transformers needs in a safetensors file"""
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a place that holds something."""
+    """Refuse a folder that is not empty, and any other file."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"{folder} exists; name a new folder, or remove it.")
 
@@ -99,7 +99,7 @@ def _weights(trained: TrainedHead, dtype: torch.dtype) -> Tensors:
 
 
 def _described(trained: TrainedHead, target: TargetInfo, verifier: Verifier) -> dict[str, Any]:
-    """What `config.json` says."""
+    """The content of `config.json`."""
     config = trained.head.config
     inputs, theta = _inputs(config, target), _theta(trained.head.frequencies)
     family = "qwen3" if config.query_norm else "llama"
@@ -125,7 +125,7 @@ def _described(trained: TrainedHead, target: TargetInfo, verifier: Verifier) -> 
         "dtype": dtype,
     }
     if len(inputs) != 3:
-        layer["num_aux_hidden_states"] = len(inputs)  # vLLM expects 3 of a Llama layer otherwise
+        layer["num_aux_hidden_states"] = len(inputs)  # by default vLLM expects 3 for a Llama layer
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": DRAFTED,
@@ -156,7 +156,7 @@ def _described(trained: TrainedHead, target: TargetInfo, verifier: Verifier) -> 
 
 
 def _inputs(config: HeadConfig, target: TargetInfo) -> list[int]:
-    """The layers, counted from 0, whose inputs are the outputs that the head reads."""
+    """The layers, counted from 0, whose inputs are the hidden states that the head reads."""
     layers = decoder_layers(target)
     found = [layers.index(tap) + 1 if tap in layers else 0 for tap in config.taps]
     if 0 in found or found != sorted(set(found)):
@@ -172,7 +172,7 @@ def _theta(frequencies: Tensor) -> float:
     count = len(frequencies)
     exact = 1e4 if count == 1 else math.exp(-math.log(float(frequencies[1])) * count)
     powers = torch.arange(count) / count
-    for theta in (float(f"{exact:.4g}"), exact):  # stored frequencies are rounded, and bases are round
+    for theta in (float(f"{exact:.4g}"), exact):  # stored frequencies are rounded, but a base is a round number
         if torch.allclose(theta**-powers, frequencies.float().cpu(), rtol=1e-5, atol=0):
             return theta
     raise UsageError(f"The rotary positions of the head are not those of one base; {REMEDY}.")

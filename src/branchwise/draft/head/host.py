@@ -1,9 +1,9 @@
-"""A head on a CPU, without the small operations between its products.
+"""A head on a CPU, without torch's small operations between the products.
 
-A level of a draft has a few rows, of which torch takes longer between the products than in them. Here a block is one
-function in C, that of the target's own layers (`backends/native`), the gate before it is another one, and the most
-probable tokens of rows are found by a third. The network says what is to be computed; a test compares the two for every
-form of a head.
+A level of a draft has only a few rows, for which torch spends more time between the products than in them. Here a block
+is one function in C, the same as for the layers of the target (`backends/native`). The gate before it is another C
+function, and a third finds the most probable tokens. `network.py` defines what is computed; a test compares the two for
+every form of a head.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from branchwise.draft.head.network import Block, Head, Norm, Rows
 from branchwise.draft.head.trees.attention import Behind
 
 FEW = 32
-"""rows of a text that are read here; of more a library is as fast"""
+"""most rows of a text that are read here; for more rows a library is as fast"""
 
 
 class HostHead:
     def __init__(self, head: Head, cache: HeadCache, functions: RowFunctions) -> None:
-        """Raises a TypeError where a product is not one that functions in C can read."""
+        """Raises a TypeError if a product is not in a form that the C functions can read."""
         self._head, self._cache, self._functions = head, cache, functions
         self._frequencies = head.frequencies.repeat(2)
         self._blocks = [_whole(block) for block in head.blocks]
@@ -46,8 +46,8 @@ class HostHead:
 
     @classmethod
     def of(cls, head: Head, cache: HeadCache) -> HostHead | None:
-        """None where a head is computed otherwise: in another precision, by products of a library, or if it attends to
-        the keys and values of its target."""
+        """The head on a CPU; None if it must be computed by torch: on another device, in another precision, with
+        products of a library, or if it attends to the keys and values of its target."""
         functions = row_functions() if cache.store.device.type == "cpu" else None
         plain = head.dtype == cache.store.dtype == torch.float32 and not head.config.cross
         try:
@@ -56,7 +56,7 @@ class HostHead:
             return None
 
     def read(self, slots: Tensor, lengths: Tensor, features: Tensor | None, embeddings: Tensor, behind: Behind) -> Rows:
-        """What `Head.forward` finds for rows behind texts of so many rows, (batch, rows, width) all."""
+        """The result of `Head.forward` for rows after texts of `lengths` rows; all are (batch, rows, width)."""
         head, (batch, rows, width) = self._head, embeddings.shape
         embedded = self._normed(embeddings.reshape(-1, width).float(), head.embedding_norm)
         read = None
@@ -79,8 +79,8 @@ class HostHead:
         return Rows(found, found)
 
     def follow(self, sequences: Sequence[SequenceState], features: Tensor, embeddings: Tensor) -> Rows:
-        """The same for the next rows of texts (batch, rows, width), whatever pads those of some included: nobody sees
-        it before it is overwritten."""
+        """The result of `Head.forward` for the next rows of texts (batch, rows, width). The padding of shorter texts is
+        written too, and is overwritten before any row attends to it."""
         cache, rows = self._cache, embeddings.shape[1]
         slots = torch.tensor([cache.slot[sequence] for sequence in sequences])
         lengths = torch.tensor([cache.lengths[sequence] for sequence in sequences])
@@ -93,8 +93,8 @@ class HostHead:
     def best(
         self, product: Product, table: Tensor, predict: Tensor, slots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The most probable tokens after rows (batch, rows, width), of a table with this product and of what texts may
-        propose besides, and the logarithms of their chances; (batch, rows, count) both."""
+        """The most probable tokens after rows (batch, rows, width), among those of the table, whose logits `product`
+        computes, and the extra tokens of each text; and their log-probabilities. Both are (batch, rows, count)."""
         (batch, rows, width), cache = predict.shape, self._cache
         states = predict.reshape(-1, width).contiguous()
         logits = product(self._normed(states, self._head.output_norm), None)
@@ -114,7 +114,7 @@ class HostHead:
         return self._functions.add_norm(rows.contiguous(), None, norm.weight, norm.eps)
 
     def _selected(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """What the gate lets through of the features."""
+        """The features after the gate."""
         if self._head.gate is None:
             return features.contiguous()
         if self._gate is None:
@@ -129,7 +129,7 @@ class HostHead:
         return out
 
     def _through(self, number: int, block: Whole, state: Tensor, read: Tensor | None, jobs: Jobs) -> Tensor:
-        """(rows, outputs times width): what a block makes of a state."""
+        """(rows, outputs * width): the output of a block, given a state."""
         keys, values = self._cache.store[0, number], self._cache.store[1, number]
         jobs.turning.keys = jobs.attention.keys = keys.data_ptr()
         jobs.turning.values = jobs.attention.values = values.data_ptr()
@@ -161,7 +161,7 @@ def _whole(block: nn.Module) -> Whole:
     norms = [
         (norm.weight.detach(), norm.eps) if isinstance(norm, Norm) else (block.mlp_norm.weight.detach(), 0.0)
         for norm in (block.input_norm, block.mlp_norm)
-    ]  # a block that is told what to read has no norm before it
+    ]  # a block that gets a separate input for attention has no norm before it
     return Whole(_matrices((block.qkv, block.out, block.gate_up, block.down)), *norms)
 
 

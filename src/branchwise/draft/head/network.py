@@ -1,21 +1,21 @@
-"""The network of a trained head: one or two decoder layers over what the target computed.
+"""The network of a trained head: one or two decoder layers over hidden states of the target.
 
-Row t reads the target's hidden states at token t and the embedding of token t + 1, and predicts token t + 2. Where the
-target has not been yet, at a drafted token, a row reads what the row before it carried on instead of hidden states.
-Embedding and output rows are no part of it: they are the target's, or come with the head (`TrainedHead`).
+Row t reads the target's hidden states at token t and the embedding of token t + 1, and predicts token t + 2. The target
+has no hidden states at drafted tokens yet: their rows read a vector that the row before them carried on. Embeddings and
+output rows are no part of the network: they are the target's, or come with the head (`TrainedHead`).
 
 The published forms are options of this one network:
 
     EAGLE          Li et al., arXiv 2401.15077, 2406.16858, 2503.01840: rows feed each other, one pass a level
     FSPAD          Gui et al., arXiv 2408.15562: `gate` lets the embedding select among the features, `carry` gives the
-                   next row a vector of its own instead of the one that predicts
+                   next row a separate vector instead of the predicting one
     EAGLE 3, 3.1   as vLLM's `speculators` store them: `tap_norms`, `norm_before_residual` and `carry_normed` say where
-                   norms stand; `query_norm` and `attention_bias` are those of the layer's family (`speculators.py`)
-    ParallelSpec   Xiao et al., arXiv 2410.05589: `masks` stand for tokens not known yet, so that all depths are one
-                   pass; `bias` tells each depth the token drafted before it
-    LongSpec       Yang et al., arXiv 2502.17421: rows see a `window` of each other, and `cross` lets them attend to the
-                   keys and values that the target has cached anyway, so that memory of their own is constant; they
-                   read no hidden states
+                   norms are applied; `query_norm` and `attention_bias` belong to the layer's family (`speculators.py`)
+    ParallelSpec   Xiao et al., arXiv 2410.05589: `masks` are rows for tokens that are not known yet, so that one pass
+                   predicts all depths; `bias` corrects each depth by the token drafted before it
+    LongSpec       Yang et al., arXiv 2502.17421: a row attends to a `window` of the last rows, and with `cross` also to
+                   the keys and values that the target has cached, so that the head's own cache has a constant size;
+                   rows read no hidden states
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from torch.nn import functional
 from branchwise.backends.native import normed
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attention of a layer: (its number, queries (batch, heads, rows, head width), keys and values of the new rows) ->
-(batch, heads, rows, head width)"""
+"""attention of one layer: (number of the layer, queries (batch, heads, rows, head width), keys of the new rows, values
+of the new rows) -> (batch, heads, rows, head width)"""
 Look = Callable[[Tensor], Tensor]
 """attention to keys and values of the target: queries (batch, heads, rows, head width) -> the same shape"""
 
 GATES = ("none", "low", "full")
 TAP_NORMS = ("each", "joined", "none")
 LOW_RANK = 64
-"""of the low gate"""
+"""rank of the low gate"""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class HeadConfig:
     """Sizes and options of a head."""
 
     width: int
-    """of its own states, and of the target's hidden states unless `tap_width` says otherwise"""
+    """width of the head's own states, and of the target's hidden states unless `tap_width` is set"""
     taps: tuple[str, ...]
-    """layers of the target whose outputs it reads (`TargetInfo.layers`); none if it reads embeddings alone"""
+    """layers of the target whose outputs the head reads (`TargetInfo.layers`); none if it reads embeddings alone"""
     heads: int
     kv_heads: int
     head_width: int
@@ -58,29 +58,30 @@ class HeadConfig:
     """width of the gated MLP"""
     layers: int = 1
     carry: bool = False
-    """FSPAD's split: one output predicts, another one is carried to the next row"""
+    """FSPAD's split: whether one output predicts, and another one is carried on to the next row"""
     gate: str = "none"
     """FSPAD's feature sampling: none, low (a gate of low rank), full (as published)"""
     masks: int = 0
-    """ParallelSpec: so many depths behind the first are predicted in the same pass"""
+    """ParallelSpec: number of depths after the first that are predicted in the same pass"""
     bias: int = 0
-    """rank of the correction by the token drafted before, in a parallel head"""
+    """in a parallel head: rank of the correction by the token drafted before"""
     window: int = 0
-    """LongSpec: a row sees so many of the last rows, itself included; 0 for all"""
+    """LongSpec: number of the last rows that a row attends to, itself included; 0 for all"""
     cross: str = ""
-    """LongSpec: the layer of the target (`TargetInfo.layers`) whose keys and values every block attends to as well; its
-    heads are as many and as wide as those of the head"""
+    """LongSpec: the layer of the target (`TargetInfo.layers`) whose keys and values every block attends to as well; it
+    has as many key heads as the head, of the same width"""
     epsilon: float = 1e-5
     tap_width: int = 0
-    """of the target's hidden states, if it is not `width`"""
+    """width of the target's hidden states, if it is not `width`"""
     tap_norms: str = "each"
-    """each tap has a norm, or all have a joined one, or there is none"""
+    """norms of the tapped hidden states: one for each tap, a joined one for all, or none"""
     norm_before_residual: bool = False
-    """the first layer adds to the normed features instead of the features themselves"""
+    """whether the residual of the first layer is the normed features instead of the features themselves"""
     carry_normed: bool = False
-    """EAGLE 3.1: the next row reads what predicts after its norm, so that it does not grow from row to row"""
+    """EAGLE 3.1: whether the next row reads the predicting state after its norm, so that it does not grow from row to
+    row"""
     query_norm: bool = False
-    """queries and keys are normed head by head, as Qwen 3 does"""
+    """whether queries and keys are normed head by head, as in Qwen 3"""
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class HeadConfig:
 
     @property
     def read_width(self) -> int:
-        """Numbers that a row reads of all taps together."""
+        """Width of the hidden states of all taps together."""
         return len(self.taps) * (self.tap_width or self.width)
 
 
@@ -109,9 +110,9 @@ class Rows(NamedTuple):
     """The outputs of a pass, both (batch, rows, width)."""
 
     predict: Tensor
-    """for the output rows"""
+    """states that the output rows turn into logits"""
     carry: Tensor
-    """what the next row reads in place of hidden states"""
+    """states that the next row reads instead of hidden states"""
 
 
 class Head(nn.Module):
@@ -126,16 +127,16 @@ class Head(nn.Module):
         norms = {"each": len(config.taps), "joined": 1, "none": 0}[config.tap_norms]
         self.tap_norms = nn.ModuleList(norm(config.read_width // norms) for _ in range(norms))
         self.embedding_norm, self.output_norm = norm(), norm()
-        # Without hidden states it joins the embedding alone: where output rows are embeddings too, a row that began as
-        # its own token would have to unlearn to predict that one.
+        # Without hidden states `join` maps the embedding alone: if output rows equal embeddings, a row that started as
+        # the embedding of its own token would first have to unlearn to predict this token.
         self.join = nn.Linear(config.read_width or width, width, bias=False)
         if config.taps:
             self.feature_norm = norm()
-        self.blocks = nn.ModuleList(
-            Block(config, inputs=2 if number == 0 and config.taps else 1, outputs=2 if config.carry and last else 1)
-            for number in range(config.layers)
-            for last in [number == config.layers - 1]
-        )
+        self.blocks = nn.ModuleList()
+        for number in range(config.layers):
+            first, last = number == 0, number == config.layers - 1
+            inputs, outputs = 2 if first and config.taps else 1, 2 if last and config.carry else 1
+            self.blocks.append(Block(config, inputs=inputs, outputs=outputs))
         self.gate = None if config.gate == "none" else Gate(config)
         if config.masks:
             self.mask_feature = nn.Parameter(torch.randn(width) * 0.02)
@@ -150,7 +151,8 @@ class Head(nn.Module):
         return self.embedding_norm.weight.dtype
 
     def features(self, hidden: Sequence[Tensor]) -> Tensor | None:
-        """(…, width): the hidden states of the tapped layers, (…, width) each, as what a row reads."""
+        """(…, width): the features that a row reads, made of the hidden states of the tapped layers, (…, width) each;
+        None if the head taps none."""
         if not self.config.taps:
             return None
         if self.config.tap_norms == "each":
@@ -170,11 +172,12 @@ class Head(nn.Module):
         look: Look | None = None,
         wanted: Tensor | None = None,
     ) -> Rows:
-        """Rows of features (or of what earlier rows carried) and of the target's embeddings, (batch, rows, width) each.
+        """One pass over rows, given their features (or what earlier rows carried on) and the embeddings of the next
+        tokens, (batch, rows, width) each.
 
-        `positions` (batch, rows) are the places of the tokens whose hidden states the rows read. `look` is for a head
-        that attends to keys and values of the target. If one row of each text is `wanted` (batch,), the outputs have
-        that one alone, and of the others the last layer computes keys and values and nothing else.
+        `positions` (batch, rows) are those of the tokens whose hidden states the rows read. `look` is for a head that
+        attends to keys and values of the target. If one row of each text is `wanted` (batch,), the outputs have this
+        row alone, and the last layer computes only keys and values of the others.
         """
         embedded = self.embedding_norm(embeddings)
         if not self.config.taps:
@@ -198,25 +201,25 @@ class Head(nn.Module):
         return Rows(state, self.output_norm(state) if self.config.carry_normed else state)
 
     def output(self, predict: Tensor, previous: Tensor | None = None) -> Tensor:
-        """(…, width): what the target's output rows read."""
+        """(…, width): the states that are multiplied with the output rows, given what rows `predict`."""
         normed: Tensor = self.output_norm(predict if previous is None else self.corrected(predict, previous))
         return normed
 
     def corrected(self, predict: Tensor, previous: Tensor) -> Tensor:
-        """(…, width): what a parallel head with a bias predicts, corrected by the embedding (…, width) of the token
-        before."""
+        """(…, width): what a parallel head with a bias predicts, corrected by the embedding (…, width) of the previous
+        token; other heads correct nothing."""
         if not self.config.bias:
             return predict
         correction: Tensor = self.bias_up(self.bias_down(self.embedding_norm(previous)))
         return predict + correction
 
     def logits(self, predict: Tensor, rows: Tensor, previous: Tensor | None = None) -> Tensor:
-        """(…, tokens) over the output rows (tokens, width) of the target."""
+        """(…, tokens): logits, given the output rows (tokens, width)."""
         return functional.linear(self.output(predict, previous), rows)
 
 
 class Norm(nn.RMSNorm):
-    """In the precision of what it norms: there are no kernels for two precisions at once."""
+    """A norm that computes in the precision of its input: no kernel takes two precisions at once."""
 
     eps: float
 
@@ -230,7 +233,8 @@ class Norm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """A decoder layer; the first one of a head with features attends from these and embeddings side by side."""
+    """A decoder layer. In the first layer of a head with features, attention reads features and embeddings side by
+    side."""
 
     def __init__(self, config: HeadConfig, *, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -255,7 +259,7 @@ class Block(nn.Module):
         look: Look | None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """`read` is what it attends from, by default the state itself."""
+        """`read` is the normed input of attention; by default the normed `state`."""
         if read is None:
             read = self.input_norm(state)
         batch, rows, _ = read.shape
@@ -276,8 +280,8 @@ class Block(nn.Module):
 
 
 class Cross(nn.Module):
-    """LongSpec's second attention, between the first one and the MLP. Keys and values are the target's, as they stand
-    in its cache, so it has queries alone."""
+    """LongSpec's second attention, between the first attention and the MLP. It has only queries: keys and values are
+    those in the target's cache."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -294,7 +298,7 @@ class Cross(nn.Module):
 
 
 class Gate(nn.Module):
-    """FSPAD's feature sampling: the embedding of the token that was taken selects among the features."""
+    """FSPAD's feature sampling: the embedding of the next token selects among the features."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -319,6 +323,6 @@ class Gate(nn.Module):
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, the two halves of a head as the parts of complex numbers."""
+    """States turned by rotary positions; the two halves of a head are the parts of complex numbers."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

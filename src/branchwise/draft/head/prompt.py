@@ -1,8 +1,8 @@
-"""What a head reads of prompts: the first rows of texts, in one pass.
+"""Reading prompts with a head: the first rows of texts, in one pass.
 
-Each sees those before it and nothing else, so attention needs no cache. Drafting goes on behind the last row; of the
-others it needs keys and values alone, which are a small part of the work. Whatever goes to the device does so behind
-the target's pass over the prompt, which the host does not wait for.
+A row attends only to the rows before it and itself, so attention needs no cache. Drafting continues after the last row;
+of the other rows it needs only keys and values, which are a small part of the work. All of this is enqueued after the
+target's pass over the prompt, which the host does not wait for.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from branchwise.draft.head.following import Unread
 from branchwise.draft.head.network import Head, HeadConfig
 
 MOST = 4096
-"""rows of a prompt that are read so"""
+"""most rows of a prompt that are read like this"""
 MOST_ROWS = 8192
-"""of several prompts together, as long as the longest of them"""
+"""most rows of several prompts in one pass, each padded to the longest of them"""
 MOST_TOGETHER = 16
-"""prompts of a pass"""
+"""most prompts of a pass"""
 LEAST = 64
-"""rows of a pass on a device"""
+"""least rows of a pass on a device"""
 
 
 def reads_at_once(config: HeadConfig) -> bool:
-    """Whether rows of a prompt depend on those before them alone, and on all of these."""
+    """Whether a row of a prompt depends on all rows before it and on nothing else, so that one pass can read a
+    prompt."""
     return not (config.masks or config.window or config.cross)
 
 
 def usual(rows: int, device: torch.device) -> int:
-    """As how many rows these are read: on a device a power of two. Its library of products loads another kernel for
-    nearly every size, for milliseconds when that is first asked for; these few sizes are asked for at warm-up."""
+    """The number of rows that `rows` are padded to: on a device a power of two. The device's library of products loads
+    another kernel for nearly every size, which takes milliseconds the first time; these few sizes are loaded at
+    warm-up."""
     return rows if device.type == "cpu" else max(LEAST, 1 << (rows - 1).bit_length())
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of texts one behind the other, and behind them what pads them to a usual size."""
+    """The rows of texts one after the other, and after them padding up to a usual size."""
     rows = sum(map(len, parts))
     return functional.pad(torch.cat([*parts]), (0, 0, 0, usual(rows, parts[0].device) - rows))
 
 
 def together(sequences: Sequence[SequenceState], device: torch.device) -> list[list[SequenceState]]:
-    """Prompts that are read in one pass: on a device, where a pass over few rows is bound by its launches, as many as
-    may be, by powers of two."""
+    """Groups of prompts that are read in one pass: on a device as many as allowed, in powers of two, because a pass
+    over few rows is bound by its kernel launches; on a host one prompt each."""
     groups: list[list[SequenceState]] = []
     longest = 0
     for sequence in sequences:
@@ -63,7 +65,7 @@ def together(sequences: Sequence[SequenceState], device: torch.device) -> list[l
 
 
 def _halved(group: Sequence[SequenceState]) -> Iterator[list[SequenceState]]:
-    """The largest power of two of them, and of the rest."""
+    """Parts of a group: the largest power of two of them, then the same of the rest."""
     while group:
         size = 1 << (len(group).bit_length() - 1)
         yield [*group[:size]]
@@ -77,8 +79,8 @@ def read_unread(
     unread: Mapping[SequenceState, Unread],
     features: Callable[[Sequence[Tensor], int], Tensor],
 ) -> None:
-    """Write the first rows of texts of which nothing is read, as few passes as may be; `features` turns so many hidden
-    states (rows, width) a tap into what rows read."""
+    """Write the first rows of texts of which nothing was read yet, in as few passes as possible. `features` makes the
+    features of a given number of rows from their hidden states, (rows, width) for each tap."""
     for group in together([*unread], embeddings.device):
         texts = [unread[sequence] for sequence in group]
         counts = [min(MOST, len(text)) for text in texts]
@@ -96,10 +98,10 @@ def read_prompts(
     features: Tensor,
     counts: Sequence[int],
 ) -> None:
-    """Write so many first rows of texts, which read these features (rows of one text behind those of another, width);
-    what comes behind them is padding.
+    """Write the first rows of texts, `counts` of each. `features` (rows, width) has the rows of one text after those of
+    another, and then padding.
 
-    What pads the shorter ones comes behind their rows: these do not see it, and it is overwritten by what comes next.
+    Shorter texts are padded after their rows. Their rows do not attend to the padding, and later rows overwrite it.
     """
     cells, device, texts, own = max(counts), features.device, len(sequences), features[: sum(counts)]
     longest = usual(cells, device)
@@ -108,7 +110,7 @@ def read_prompts(
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         tokens[row, :count] = sequence.tokens[1 : count + 1]
     real = np.arange(longest) < np.array(counts)[:, None]
-    # All in one copy: each is a launch.
+    # One copy for all numbers, because each copy is a launch.
     numbers = [cache.slot[sequence] for sequence in sequences], np.array(counts) - 1, places[real], tokens.ravel()
     uploaded = torch.from_numpy(np.concatenate(numbers)).to(device, non_blocking=True)
     slots, last, rows, flat = uploaded.split([texts, texts, len(own), texts * longest])
@@ -116,7 +118,7 @@ def read_prompts(
     cache.tokens[slots, :cells] = after[:, :cells]
     read = own.new_zeros(texts * longest, own.shape[1]).index_copy_(0, rows, own)
     read, positions = read.view(texts, longest, -1), torch.arange(longest, device=device)
-    # A row that is alone sees all that is there, but for what pads its text.
+    # If only the last row has queries, it attends to all rows except the padding of its text.
     shorter = None if min(counts) == longest else (positions <= last[:, None])[:, None, None]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

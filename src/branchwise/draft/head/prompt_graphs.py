@@ -1,7 +1,7 @@
-"""What a head reads of prompts on a device, recorded: as single operations it takes the host as long as some steps.
+"""Reading prompts with a head on a device, recorded: as single operations it takes the host as long as several steps.
 
-Texts have a few numbers, and their rows are powers of two, so that there are few recordings. A warm-up makes them all.
-Hidden states are copied to a place that all sizes share.
+The number of texts has a few values, and their rows are powers of two, so that few recordings suffice. A warm-up makes
+all of them. Hidden states are copied to a buffer that all sizes share.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from branchwise.draft.head.network import Head
 from branchwise.draft.head.prompt import LEAST, MOST, MOST_ROWS
 
 TEXTS = (1, 4, 16)
+"""numbers of texts that are recorded"""
 
 
 class Size(NamedTuple):
     texts: int
     rows: int
-    """of a text"""
+    """number of rows of each text"""
 
 
 def size_of(texts: int, rows: int) -> Size:
-    """As how many texts of how many rows these are read."""
+    """The recorded size that texts with at most `rows` rows are padded to."""
     return Size(fitting(texts, TEXTS), max(LEAST, 1 << (rows - 1).bit_length()))
 
 
 class RecordedPrompts:
-    """Reads the first rows of texts of which nothing is read."""
+    """Reads the first rows of texts of which nothing was read yet."""
 
     def __init__(self, head: Head, cache: HeadCache, embeddings: Tensor, *, context: int, capture: bool) -> None:
-        """Texts have so many tokens at most."""
+        """`context` is the most tokens of a text."""
         self._head, self._cache, self._embeddings, self._capture = head, cache, embeddings, capture
         self._most = min(MOST, context)
         self._numbers: dict[Size, PinnedBuffer] = {}
         """slots and last rows, (texts,) each, and the tokens after the rows, (texts, rows)"""
         self._hidden: list[Tensor] = []
-        """(rows, width) a tap"""
+        """buffers of the hidden states, (rows, width) for each tap"""
         self._record()
 
     def _record(self) -> None:
@@ -81,10 +82,10 @@ class RecordedPrompts:
     def _hold(self, cells: int) -> None:
         self._cache.hold(cells)
         if self._cells != self._cache.scratch:
-            self._record()  # the cache lies elsewhere now
+            self._record()  # the cache has another address now
 
     def _sizes(self) -> Iterator[Size]:
-        """All that come."""
+        """All sizes that can occur."""
         largest = size_of(1, self._most).rows
         for texts in TEXTS:
             rows = LEAST
@@ -93,7 +94,8 @@ class RecordedPrompts:
                 rows *= 2
 
     def _filled(self, size: Size, texts: Sequence[tuple[SequenceState, int]]) -> list[Tensor]:
-        """What is read of texts with so many rows; what pads them goes to a slot that no text has."""
+        """The inputs of a pass of this size over texts, each with the number of its rows; missing texts are padded in a
+        slot that no text has."""
         if size not in self._numbers:
             self._numbers[size] = PinnedBuffer(size.texts * (2 + size.rows), self._embeddings.device)
         numbers = self._numbers[size]
@@ -107,16 +109,16 @@ class RecordedPrompts:
         return [slots, last, numbers.device_copy[2 * size.texts :].view(size), *self._places(size)]
 
     def _places(self, size: Size) -> list[Tensor]:
-        """Where the hidden states (texts, rows, width) of every tap are read."""
+        """The parts of the buffers that hold the hidden states (texts, rows, width) of every tap."""
         return [place[: size.texts * size.rows].view(*size, -1) for place in self._hidden]
 
     def _rows(self, slots: Tensor, last: Tensor, after: Tensor, *hidden: Tensor) -> None:
-        """Write the first rows of texts in these slots, which end with the `last` ones, read hidden states (texts,
-        rows, width) a tap and stand before the tokens `after` them (texts, rows). What pads a text comes behind its
-        rows: these do not see it, and it is overwritten by what comes next."""
+        """Write the first rows of texts in these `slots`, given the index of the `last` row of each, the tokens `after`
+        the rows (texts, rows), and the hidden states (texts, rows, width) of each tap. A text is padded after its rows:
+        these do not attend to the padding, and later rows overwrite it."""
         cache, (slots, last, after) = self._cache, (part.long() for part in (slots, last, after))
         texts, rows = after.shape
-        positions, cells = torch.arange(rows, device=after.device), min(rows, cache.scratch)  # what is beyond pads
+        positions, cells = torch.arange(rows, device=after.device), min(rows, cache.scratch)  # further rows are padding
         cache.tokens[slots, :cells] = after[:, :cells]
         own = (positions <= last[:, None])[:, None, None]
 
@@ -134,7 +136,7 @@ class RecordedPrompts:
 
 
 def together(rows: Mapping[SequenceState, int]) -> list[list[SequenceState]]:
-    """Texts with so many rows in order, neighbours in one pass as long as there is room for it."""
+    """Groups of texts that are read in one pass: in their order, as many as fit."""
     groups: list[list[SequenceState]] = [[]]
     for sequence, count in rows.items():
         group = groups[-1]

@@ -1,52 +1,64 @@
-"""What a text of a head can have of another that it begins like: rows of its cache, and states that are unread.
+"""What a text of a head can inherit from another text with the same beginning: cache rows, and unread hidden states.
 
-What the target prefills of such a text is behind the rows that it inherits, so of these there are no hidden states.
+The target prefills such a text only after the rows that it inherits, so it computes no hidden states for these.
 """
 
 from __future__ import annotations
 
 import torch
 
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.following import Following, Unread
+from branchwise.draft.head.network import HeadConfig
 from branchwise.draft.tree_drafter import TreeDrafter
 
 
 class SharingDrafter(TreeDrafter):
-    """A drafter with a cache of its own, whose rows read hidden states of the target."""
+    """A drafter with a KV cache of its own, whose rows read hidden states of the target."""
 
     _cache: HeadCache
     _window: int
-    """rows that a row sees, itself included; 0 for all before it"""
+    """number of rows that a row attends to, itself included; 0 for all rows before it"""
     _reach: int
-    """in a window: as many rows, the last one included, as the last one depends on"""
+    """in a window: number of rows that the last row depends on through all layers, itself included"""
 
     def __init__(self, tree: TreePolicy) -> None:
         super().__init__(tree)
         self._texts: dict[SequenceState, Following] = {}
 
+    def _open_cache(self, config: HeadConfig, target: TargetInfo) -> None:
+        """Make a new cache for a target, and forget all texts."""
+        self._cache = HeadCache(config, target.slots, target.device, target.dtype)
+        self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
+        self._texts.clear()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.bytes
+
     def unseen(self, sequence: SequenceState) -> int:
-        """How many of the first rows of a prompt its last one does not depend on."""
+        """The number of first rows of a prompt that its last row does not depend on."""
         return max(0, len(sequence.tokens) - 1 - self._reach) if self._window else 0
 
     def knows(self, sequence: SequenceState) -> bool:
-        """Whether there are states of all tokens before the root, and of one at least."""
+        """Whether the head has read, or can read, hidden states of all tokens before the root, and of at least one."""
         return self._texts[sequence].misses_nothing(sequence, self._cache.lengths) and len(sequence.tokens) > 1
 
     def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
-        rows = min(rows, len(sequence.tokens) - 2)  # the last row is read: what it predicts is kept for no other text
+        rows = min(rows, len(sequence.tokens) - 2)  # the last row must be read: its prediction cannot be inherited
         return max(self._known(source, rows), min(rows, self.unseen(sequence)))
 
     def _known(self, source: SequenceState, rows: int) -> int:
-        """How many of so many first rows of a text can be shared: all up to there are in the cache or can be read, or
-        in a window those that the next one sees."""
+        """How many of the first `rows` rows of a text another text can inherit: as far as all of them are in the cache
+        or can be read, or in a window those that the next row attends to."""
         text = self._texts.get(source)
         if text is None:
             return 0
         known = self._cache.lengths[source] + len(text.unread)
-        if not text.whole or known < len(source.tokens) - 1:  # from where it stood aside nothing is in its place
+        if not text.whole or known < len(source.tokens) - 1:  # states are missing, so only rows of the prompt fit
             known = min(known, source.prompt_length - 1)
         rows, gone = min(rows, known), self._cache.first[source]
         return rows if not gone or gone <= rows - (self._window - 1) else 0
@@ -61,7 +73,7 @@ class SharingDrafter(TreeDrafter):
             self.finish(source)
 
     def retire(self, sequence: SequenceState) -> None:
-        """Its rows stay, and so do states that are unread."""
+        """Keep the rows of the text, and its unread states."""
 
     def drop(self, sequence: SequenceState) -> None:
         self.finish(sequence)

@@ -7,7 +7,7 @@ from pathlib import Path
 from branchwise.backends.base import TargetInfo
 
 FILES = {"277686ffc7544b73": "smollm2.safetensors"}
-"""fingerprint of a target's weights (`TargetInfo.weights`) -> its head"""
+"""fingerprint of a target's weights (`TargetInfo.weights`) -> file of its head"""
 
 
 def shipped_head(target: TargetInfo) -> Path | None:

@@ -1,17 +1,17 @@
 """Heads in the EAGLE-3 layout of vLLM's `speculators`: a folder with `config.json` and `model.safetensors`.
 
 The layer is a decoder layer of Llama or Qwen 3 whose attention reads the normed embedding and the normed features side
-by side, in this order. What differs from head to head:
+by side, in this order. Heads differ in:
 
-    fc                     joins the tapped hidden states; `fc_norm` norms each of them before, `norm_before_fc` all at
-                           once
-    norm_before_residual   the layer adds to the normed features
+    fc                     joins the tapped hidden states; before it, `fc_norm` norms each of them, `norm_before_fc` all
+                           of them together
+    norm_before_residual   the residual of the layer is the normed features
     norm_output            the next row reads the normed output (EAGLE 3.1)
-    d2t                    token = row of `lm_head` + d2t[row]; without it, rows are tokens
-    embed_tokens           may be left out: then embeddings are the target's
+    d2t                    token = row of `lm_head` + d2t[row]; without d2t, row i is token i
+    embed_tokens           may be missing: then the embeddings are the target's
 
-Hidden states are those that enter a layer of the target, counted from 0, in the order of the layers. The layout of the
-authors of EAGLE-3 is the same with other names (`midlayer`), and all settings in one level of `config.json`.
+Hidden states are the inputs of layers of the target, counted from 0, in the order of the layers. The layout of the
+authors of EAGLE-3 is the same with other names (`midlayer`), and with all settings in one level of `config.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from branchwise.errors import ModelError, first_line
 
 REMEDY = "name the folder of an EAGLE-3 head in safetensors, as vLLM's speculators store it"
 USUAL = ("2", "n/2", "n-3")
-"""taps of a head that names none, as vLLM reads them; n is the number of layers of the target"""
+"""taps of a head that names none, as in vLLM; n is the number of layers of the target"""
 FAMILIES = ("llama", "qwen3")
 FIXED_POSITIONS = ("default", "linear", "llama3", "yarn")
 """rotary positions whose frequencies do not depend on the length of a text"""
@@ -45,7 +45,7 @@ SETTINGS = (
     "partial_rotary_factor", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
     "use_sliding_window", "vocab_size",
 )  # fmt: skip
-"""of the decoder layer; one that is left out has the default of its family"""
+"""names of the settings of the decoder layer; a missing setting has the default of the layer's family"""
 QKV = "blocks.0.qkv.weight"
 """the weight that reads features and embeddings side by side"""
 OF_TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight", "layers.0.self_attn.rotary_emb.inv_freq")
@@ -63,10 +63,10 @@ def decoder_layers(target: TargetInfo) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class ForeignHead(TrainedHead):
-    """A head that knows the sizes of its target, not its fingerprint, and numbers the layers that it reads."""
+    """A head whose file has the sizes of its target instead of a fingerprint, and layer numbers instead of names."""
 
     vocabulary: int = 0
-    """of its target"""
+    """vocabulary size of its target"""
     ranked: ClassVar[bool] = False
 
     def check(self, target: TargetInfo) -> None:
@@ -96,7 +96,7 @@ class ForeignHead(TrainedHead):
 
 
 def load_speculators(folder: Path) -> ForeignHead:
-    """The head in a folder; one that is foreign, damaged or of a kind that cannot draft here is refused."""
+    """The head in a folder; a head that is foreign, damaged or of a kind that cannot draft here is refused."""
     try:
         known = json.loads((folder / "config.json").read_text())
         files = sorted(folder.glob("*.safetensors"))
@@ -116,11 +116,11 @@ def load_speculators(folder: Path) -> ForeignHead:
 
 
 DAMAGE = SafetensorError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError
-"""what parsing raises where a file is not what it should be"""
+"""errors that parsing raises if a file is damaged"""
 
 
 class Unsupported(Exception):
-    """What a head has that the network here does not."""
+    """The head has something that our network does not support."""
 
 
 def _parsed(known: dict[str, Any], tensors: Tensors) -> ForeignHead:
@@ -168,7 +168,7 @@ def _parsed(known: dict[str, Any], tensors: Tensors) -> ForeignHead:
 
 
 def _layer(settings: Mapping[str, Any], tensors: Tensors) -> Any:
-    """The settings of the decoder layer, as a transformers config: files leave out what is default there."""
+    """The settings of the decoder layer as a transformers config, because files leave out defaults of transformers."""
     from transformers import AutoConfig
 
     family = settings.get("model_type") or ("qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama")
@@ -195,7 +195,7 @@ def _layer(settings: Mapping[str, Any], tensors: Tensors) -> Any:
 class Positions(NamedTuple):
     frequencies: Tensor
     scale: float
-    """of queries and keys, in long contexts by YaRN"""
+    """factor of queries and keys; YaRN has one for long contexts"""
 
 
 def _positions(layer: Any) -> Positions:
@@ -261,7 +261,8 @@ def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def stored_as(name: str, config: HeadConfig) -> dict[str, int]:
-    """The weights of the layout that a weight of the network is stored as, stacked in this order, with their rows."""
+    """The names of the weights of the layout that make up a weight of the network, in the order in which they are
+    stacked, with their numbers of rows."""
     place, _, kind = name.rpartition(".")
     whole = {
         "join": ("fc", config.width),
@@ -292,10 +293,10 @@ def stored_as(name: str, config: HeadConfig) -> dict[str, int]:
 
 
 def swapped(weight: Tensor, config: HeadConfig) -> Tensor:
-    """`QKV` for the other order of the two: features come first in the network, embeddings in the layout."""
+    """The weight `QKV` with its two inputs swapped: the network has features first, the layout embeddings."""
     return torch.cat([weight[:, config.width :], weight[:, : config.width]], dim=1)
 
 
 def read_head(path: Path) -> TrainedHead:
-    """One of ours, which is a file, or a folder of `speculators`."""
+    """A head in our own format, which is a file, or a folder of `speculators`."""
     return load_speculators(path) if path.is_dir() else TrainedHead.load(path)

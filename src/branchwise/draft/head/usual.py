@@ -1,9 +1,10 @@
-"""What a head drafts where nobody says which tree: what pays on the device that it runs on.
+"""The default tree of a head: what pays on the device that it runs on.
 
-On a host every row makes a pass longer, and so does every level of a draft: a narrow tree, of which as many nodes are
-kept as pay (`paced.py`). On a GPU a wide tree costs little for one text, and copies of what stood before cost next to
-nothing; for many texts together smaller trees pay (`control.ladder`). There a level costs as much as many nodes do, so
-trees are wider than deep: the less comes true, as where tokens are drawn, the flatter is the one that pays.
+On a host every row of a pass and every level of a draft takes time. So the tree is narrow, and as many of its nodes are
+kept as pay (`paced.py`). On a GPU a wide tree costs little for one text, and copies of earlier text cost next to
+nothing; for many texts together smaller trees pay (`control.ladder`). On a GPU a level costs as much as many nodes, so
+trees are wider than deep: the fewer drafted tokens are accepted, as in sampled texts, the flatter is the tree that
+pays.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from branchwise.errors import UsageError
 class Usual(NamedTuple):
     tree: TopK
     table: int
-    """tokens that may be proposed besides those of the prompt: half of a level's time goes to their rows"""
+    """number of tokens that can be proposed besides those of the prompt: their rows take half of a level's time"""
     copies: int
+    """most tokens of a tree that are copied from earlier text"""
     smaller: tuple[TopK, ...] = ()
-    """trees that may pay better than that one, the smallest first"""
+    """smaller trees that may pay better than `tree`, the smallest first"""
 
 
 SMALLER = TopK(7, depth=2, width=4), TopK(15, depth=2, width=6), TopK(31, depth=3, width=8)
@@ -36,7 +38,7 @@ def usual_on(device: torch.device) -> Usual:
 
 
 def check_options(table: int | None, trim: int | None, temperature: float | None, copies: int | None) -> None:
-    """What a user may say of a head's drafts."""
+    """Refuse options of a head that make no sense."""
     if copies is not None and copies < 0:
         raise UsageError(f"A head copies 0 tokens or more, not copies={copies}.")
     if table is not None and trim is not None:

@@ -1,16 +1,16 @@
 """Drafting without a model: what could follow is looked up in tables, not computed.
 
-A lookup drafter finds its position behind a text, and gives the candidates at any position, each with its estimated
-probability and the position after it. The position (`Cursor`) of an adjacency table is a token, that of an automaton a
-state, that of an index a range of its suffixes: the tree that grows over them is the same. A new drafter of this kind
-is a subclass of `LookupDrafter` with these verbs, in a file of its own.
+A lookup drafter finds its position after a text, and gives the candidates at any position, each with its estimated
+probability and the position after it. The position (`Cursor`) in an adjacency table is a token, in an automaton a
+state, in an index a range of its suffixes; trees grow over all of them in the same way. A new drafter of this kind is a
+subclass of `LookupDrafter` with these methods, in a file of its own.
 
-    locate(sequence)         the cursor behind the last token of a text, after reading what is new in it
-    candidates(cursor)       what may come next there
-    advance(cursor, token)   the cursor behind one more token
+    locate(sequence)         the cursor after the last token of a text; reads the new tokens of the text first
+    candidates(cursor)       the tokens that may come after a cursor
+    advance(cursor, token)   the cursor after one more token
 
-Trees that are laid over candidates alone are fixed, and `match` is exact for them. If a tree is drawn, it is drawn from
-the estimates of the candidates, and the verifiers that read q take it.
+Trees that are laid over candidates, without draws, are fixed, and `match` is exact for them. A drawn tree is drawn from
+the estimated probabilities of the candidates, which are its q, so it needs a verifier that reads q.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class LookupDrafter(TreeDrafter):
     """A drafter over tables."""
 
     texts: int = 0
-    """sequences that it may have learned from"""
+    """number of sequences that the drafter may have learned from"""
 
     def __init__(self, tree: TreePolicy) -> None:
         super().__init__(tree)
         self._cursors: dict[SequenceState, Cursor] = {}
-        """of the sequences of the current step; none if it rests"""
+        """sequence of the current step -> the cursor after it; empty if the drafter rests"""
         self._expanded: dict[SequenceState, dict[int, tuple[Cursor, Sequence[Candidate]]]] = {}
-        """sequence -> node of its tree -> the cursor there, and the candidates"""
+        """sequence -> node of its tree -> the cursor of the node, and the candidates after it"""
 
     def bind(self, target: TargetInfo) -> None:
         if self.learns and self.target is not None and self.target.vocabulary != target.vocabulary:
@@ -60,24 +60,24 @@ class LookupDrafter(TreeDrafter):
 
     @abstractmethod
     def locate(self, sequence: SequenceState) -> Cursor:
-        """The cursor behind the last token of a text; called once a step for every sequence."""
+        """The cursor after the last token of a text; called once a step for every sequence."""
 
     @abstractmethod
     def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
-        """What may come next, most probable first, every token once; empty if nothing is known."""
+        """The tokens that may come next, most probable first, each token once; empty if nothing is known."""
 
     def advance(self, cursor: Cursor, token: int) -> Cursor:
-        """The cursor behind one more token that is not among the candidates; None if nothing is known of it."""
+        """The cursor after one more token that is not among the candidates; None if nothing is known after it."""
         return None
 
     def allowed(self, cursor: Cursor) -> Sequence[Candidate]:
-        """The candidates that the grammar of a text allows, if it has one; where only one token may come, that one."""
+        """The candidates, restricted by the grammar of the text if it has one; a forced token is the only candidate."""
         if not isinstance(cursor, GrammarCursor):
             return self.candidates(cursor)
         return allowed_candidates(cursor, self.candidates, self._behind, self.name)
 
     def _behind(self, cursor: Cursor, token: int) -> Cursor:
-        """The cursor behind one more token, whether or not it is among the candidates."""
+        """The cursor after one more token, whether or not it is among the candidates."""
         if isinstance(cursor, GrammarCursor):
             return GrammarCursor(self._behind(cursor.own, token), cursor.place.after(token))
         expected = next((found.cursor for found in self.candidates(cursor) if found.token == token), None)
@@ -87,8 +87,8 @@ class LookupDrafter(TreeDrafter):
         """Learn from a step; called before its tokens join the sequences."""
 
     def resume(self, cursors: Mapping[SequenceState, Cursor], trees: Sequence[DraftTree]) -> None:
-        """The step that is learned from next is about these trees, which stand behind these cursors: another engine
-        than ours may have changed the batch since they were laid, or cut them."""
+        """Say which trees, after which cursors, the next call of `update` or `learn` is about. For engines other than
+        ours, which may change the batch or cut the trees after they were laid."""
         self._cursors, self._drafted = dict(cursors), list(trees)
 
     def finish(self, sequence: SequenceState) -> None:
@@ -108,13 +108,13 @@ class LookupDrafter(TreeDrafter):
         return self._drafted
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
-        if self.paces:  # its policy times this step too
+        if self.paces:  # the policy times this step too
             return Drafter.rest(self, sequences)
         self._cursors = {}
         return super().rest(sequences)
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
-        """The candidates of the nodes as distributions. None of this is a pass of a model."""
+        """The candidates of the nodes as distributions, without a pass of any model."""
         assert self.target is not None
         form = self.target.vocabulary, self.target.device
         found = [[self._expand(request, node)[1] for node in request.nodes] for request in requests]
@@ -133,8 +133,8 @@ class LookupDrafter(TreeDrafter):
         return super()._grow(sequence, budget)
 
     def _expand(self, request: ExpandRequest, node: int) -> tuple[Cursor, Sequence[Candidate]]:
-        """The cursor of a node and its candidates; if it has none, those of its nearest ancestor that has some: any
-        distribution will do, as long as it is the one that is drawn from."""
+        """The cursor of a node and its candidates, or if it has none the candidates of its nearest ancestor with some:
+        any distribution is lossless, as long as the children are drawn from it."""
         known = self._expanded[request.sequence]
         if node not in known:
             token = request.tree.tokens[node]
@@ -145,7 +145,8 @@ class LookupDrafter(TreeDrafter):
 
 
 def own_seed(drafter: LookupDrafter | LearningDrafter, sequence: SequenceState) -> int:
-    """The seed of the sequence for the first one, and another for every later one, unless nothing is drawn."""
+    """The seed for the draws of a sequence (`Drafter.derive_seed`): its own for the first sequence, another one for
+    every later sequence. If nothing is learned or nothing is drawn, always its own."""
     if not drafter.learns or drafter.draw is Draw.FIXED:
         return sequence.seed
     drafter.texts += 1
@@ -153,13 +154,13 @@ def own_seed(drafter: LookupDrafter | LearningDrafter, sequence: SequenceState) 
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """Another seed, far from those of other seeds and numbers."""
+    """A seed that is a hash of a seed and a number."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _root_only(root: int) -> TreeCoroutine:
-    """A tree without a node below its root, which asks for nothing."""
+    """The coroutine of a tree without a node below its root; it asks for nothing."""
     yield from ()
     return DraftTree.root(root)
 
@@ -167,23 +168,24 @@ def _root_only(root: int) -> TreeCoroutine:
 # From counts to probabilities
 
 DOUBT = 4.0
-"""How many occurrences make a context of one token half certain; one of n tokens needs n ** 1.5 times fewer. So a token
-that was seen once is expected again one time in five behind one token, and nine times in ten behind ten."""
+"""The doubt about a context of one token, in occurrences. If a context of n tokens occurred c times, the mass of seen
+tokens = c / (c + DOUBT / n ** 1.5), here c / (c + 4 / n ** 1.5). So a token that was seen once is expected again one
+time in five after a context of one token (1 / 5), and nine times in ten after one of ten (1 / 1.13)."""
 CERTAIN = 0.02
-"""if less mass than this is left, shorter contexts need not be asked"""
+"""If less mass than this is left, shorter contexts are not looked up."""
 WIDTH = 8
-"""candidates at one position"""
+"""Most candidates at one position."""
 
 
 def ppm_backoff(
     masses: dict[int, float], left: float, counts: Collection[tuple[int, int]], length: int, total: int = 0
 ) -> float:
-    """Assign tokens their part of the mass that longer contexts left; returns what this context leaves.
+    """Assign tokens their part of the mass that longer contexts left; returns the mass that this context leaves.
 
     Cleary and Witten, "Data Compression Using Adaptive Coding and Partial String Matching" (1984): the longest context
-    assigns first, and leaves more the shorter it is and the less often it was seen. A context of `length` tokens was
-    followed by these tokens so often in `counts`, and by any token `total` times, if that is more. It assigns nothing
-    to tokens that have a mass already.
+    assigns first, and leaves more the shorter it is and the less often it was seen. `counts` says which tokens followed
+    a context of `length` tokens, and how often; `total` says how often any token followed it, if that is more. The
+    context assigns nothing to tokens that have a mass already.
     """
     fresh: list[tuple[int, int]] = []
     counted = 0
@@ -203,5 +205,5 @@ def ppm_backoff(
 
 
 def ranked(masses: dict[int, float]) -> list[int]:
-    """The most probable tokens, best first; of equally probable ones the first that was found."""
+    """The most probable tokens, best first; equally probable ones in the order in which they were found."""
     return sorted(masses, key=masses.__getitem__, reverse=True)[:WIDTH]

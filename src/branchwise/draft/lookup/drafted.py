@@ -1,7 +1,7 @@
-"""A drafter that computes, as a member of a fusion: what it has just drafted is looked up like a memory.
+"""A draft model or a trained head as a member of a fusion: its tree of this step is looked up like a memory.
 
-For a draft model this is RASD (arXiv 2503.03434): for the nodes that it expanded it has distributions, by which the
-fusion judges what other members propose. A trained head has them over its table alone, so it judges nobody.
+For a draft model this is RASD (arXiv 2503.03434): its distributions after the nodes that it expanded prune what other
+members propose. A trained head has distributions over its table alone, so it prunes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.verify import Verdict
 
 JUDGES = {"model": True, "head": False}
-"""drafters that can be such a member, and whether they judge what others propose"""
+"""drafter that can be such a member -> whether its distributions prune what other members propose"""
 
 
 class DraftedMember(LookupDrafter):
@@ -76,7 +76,7 @@ class DraftedMember(LookupDrafter):
             self._known[sequence] = Drafted(tree, probs.get(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """It learns from the scored tree, which is the tree of the fusion."""
+        """Let the drafter learn from the scored tree, which is the tree of the fusion."""
         self._drafter._drafted = self._drafted
         self._drafter.update(sequences, scored, verdicts)
 
@@ -91,14 +91,14 @@ class DraftedMember(LookupDrafter):
         return [Candidate(token, mass, (drafted, (*path, token))) for token, mass in drafted.below.get(path, ())]
 
     def probs(self, cursor: Cursor) -> Tensor | None:
-        """(vocabulary,): the distribution after a path by which others are judged, if there is one."""
+        """(vocabulary,): the drafter's distribution after a path, if it expanded the node."""
         drafted, path = cursor
         found: Tensor | None = drafted.probs.get(path)
         return found
 
 
 class Drafted:
-    """A tree and the distributions it was made from, by the tokens below the root."""
+    """A tree and the distributions that it was grown from, both by the path of tokens from the root."""
 
     def __init__(self, tree: DraftTree, probs: dict[tuple[int, ...], Tensor]) -> None:
         self.probs = probs

@@ -1,10 +1,10 @@
-"""Several lookup drafters as one: their trees merged under one budget, each trusted as far as its record goes.
+"""Several lookup drafters as one: their trees merged under one budget, each weighed by its record.
 
 RASD (Quan et al., arXiv 2503.03434) attaches what was retrieved to the tree of a draft model where the two agree. Here
-that is the rule for all: a node has a cursor in every member that expected its path, so equal prefixes are one node,
-and every member that knows how to go on from there contributes. One heap over all candidates shares out the budget by
-calibrated probability: how often candidates of that member and that mass came true so far. A draft model or a trained
-head drafts first; the distributions of a model prune what the others retrieved at the nodes that it expanded.
+this holds for all members: a node has a cursor in every member that expected its path, so equal prefixes are one node,
+and every member that knows a continuation of the node contributes. One heap over all candidates shares out the budget
+by calibrated probability: how often candidates of that member and that mass came true so far. A draft model or a
+trained head drafts first; the distributions of a model prune what the others retrieved at the nodes that it expanded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from branchwise.registry import split_spec
 from branchwise.verify import Verdict
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-"""of the bins of masses; candidates of one bin are calibrated together"""
+"""edges of the bins of masses; candidates of one bin are calibrated together"""
 PRIOR = 6.0
 """the weight, in tries, of a member's own mass before it has a record"""
 DOUBTED = 0.2
-"""the share of its own mass that a memory's candidate counts for at first, where a model or a head expects others"""
+"""the share of its mass that a memory's candidate has before the memory has a record, if a draft model or a head has
+proposed candidates at this node and no other member agrees"""
 FADING = 0.995
-"""the factor of counts from one step to the next"""
+"""the factor by which counts shrink from one step to the next"""
 IMPROBABLE = 0.01
 """a token with less probability in the draft model is not worth a node, whichever member retrieved it"""
 
@@ -59,9 +60,9 @@ class Calibration:
         sources: dict[int, str],
         trust: float = 1.0,
     ) -> None:
-        """Enter the calibrated masses of a member's candidates, of which others agree on some; for each token the
-        highest mass of all members stays, and the member that gave it. `trust` is the share of its own mass that one
-        counts for before it has a record, if nobody agrees."""
+        """Enter the calibrated masses of a member's candidates; `agreed` are the tokens that several members propose.
+        For each token the highest mass of all members stays, with the name of the member. `trust` is the share of its
+        own mass that a candidate has before the member has a record, if no other member agrees."""
         tries, hits, known = self.tries, self.hits, masses.get
         for token, mass, _, _ in found:
             agrees = token in agreed
@@ -83,7 +84,7 @@ class Calibration:
 
 @dataclass(eq=False, slots=True)
 class FusedCursor:
-    """The cursors of all members, and their candidates as soon as they were asked for."""
+    """The cursors of all members at one node, and their candidates once they were looked up."""
 
     cursors: Sequence[Cursor]
     candidates: list[Sequence[Candidate]] | None = None
@@ -97,7 +98,7 @@ class FusedCandidates(Sequence[Candidate]):
     def __init__(self, here: FusedCursor, masses: dict[int, float], sources: dict[int, str]) -> None:
         self.here, self.masses, self.sources = here, masses, sources
         self.total = max(1.0, sum(masses.values()))
-        self.tokens = sorted(masses, key=masses.__getitem__, reverse=True)  # of equals the one that was found first
+        self.tokens = sorted(masses, key=masses.__getitem__, reverse=True)  # stable: equals in the order found
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -109,10 +110,11 @@ class FusedCandidates(Sequence[Candidate]):
 
 class Fusion(LookupDrafter, LearningDrafter):
     """`fused:a+b[+c][,prune=0.01,nodes=24,depth=6,width=8]`: lookup drafters, with their options in parentheses, as in
-    `recycle+suffix(keep=9999)`. The rest is about a draft model or a head among them.
+    `recycle+suffix(keep=9999)`. The other options are for a draft model or a head among the members.
 
-    A token that several members propose counts for the one with the highest mass, and of equals for the first. A cursor
-    is a `FusedCursor`, or such a one and a token behind it: most nodes of a heap are never reached.
+    A token that several members propose counts for the member with the highest mass, of equals for the first. A cursor
+    is a `FusedCursor`, or a pair of a `FusedCursor` and a token after it, whose cursors are computed when it is read:
+    most nodes of a heap are never reached.
     """
 
     name = "fused"
@@ -127,8 +129,9 @@ class Fusion(LookupDrafter, LearningDrafter):
         depth: int = 6,
         width: int = 8,
     ) -> None:
-        """What a draft model finds less probable than `prune` is left out, whoever retrieved it; 0 prunes nothing. Its
-        own tree, or that of a head, has so many `nodes`; depth beyond `depth` comes from lookup drafters."""
+        """Tokens that a draft model finds less probable than `prune` are left out, whichever member proposed them; 0
+        prunes nothing. `nodes`, `depth` and `width` shape the tree of the draft model or head itself; deeper nodes come
+        from lookup drafters."""
         super().__init__(tree or AdaptiveSize())
         if not 0 <= prune < 1:
             raise UsageError(f"A fusion prunes what is less probable than 0 to 1, not prune={prune}.")
@@ -188,7 +191,7 @@ class Fusion(LookupDrafter, LearningDrafter):
                 self.records[place] = Calibration()
 
     def save(self) -> dict[str, Tensor]:
-        """The calibration of each memory, which has learned what it is; what it has learned is its own to save."""
+        """The calibration of each memory. What the memories have learned they save themselves."""
         return {name: torch.tensor([record.tries, record.hits]) for name, record in self._saved().items()}
 
     def _saved(self) -> dict[str, Calibration]:
@@ -215,7 +218,7 @@ class Fusion(LookupDrafter, LearningDrafter):
         return FusedCursor([member.locate(sequence) for member in self.members])
 
     def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
-        """For each token the highest of the calibrated masses."""
+        """The proposed tokens, each with the highest of its calibrated masses."""
         if cursor is None:
             return ()
         here = self._resolve(cursor)
@@ -256,7 +259,8 @@ class Fusion(LookupDrafter, LearningDrafter):
             cursor = here, token
 
     def _resolve(self, cursor: Cursor) -> FusedCursor:
-        """The cursors of all members after the token is read; a member that did not propose it is asked to advance."""
+        """The cursors of all members after the token of a pair; a member that did not propose the token must
+        `advance`."""
         if isinstance(cursor, FusedCursor):
             return cursor
         above, token = cursor
@@ -280,7 +284,8 @@ class Fusion(LookupDrafter, LearningDrafter):
         return here.candidates
 
     def _pruned(self, here: FusedCursor) -> list[Sequence[Candidate]]:
-        """The candidates without those that are too improbable in the draft model, if it has expanded this node."""
+        """The candidates of each member, without tokens that are too improbable in the draft model, if it has expanded
+        this node."""
         proposed = self._proposed(here)
         if self.drafting is None or not self.drafting.judges or not self.prune:
             return proposed
@@ -294,7 +299,8 @@ class Fusion(LookupDrafter, LearningDrafter):
 
 
 def _agreed(proposed: list[Sequence[Candidate]]) -> set[int]:
-    """Tokens that several members propose. Pruning removes a token for all members, so it changes nothing here."""
+    """Tokens that several members propose. Pruning removes a token for all members at once, so the tokens that stay
+    are agreed or not as before."""
     known: set[int] = set()
     agreed: set[int] = set()
     for found in filter(None, proposed):
@@ -314,7 +320,7 @@ def split_members(text: str) -> list[str]:
 
 
 def _member(spec: str, drafted: TreePolicy) -> LookupDrafter:
-    """`drafted` is the tree of a member that computes."""
+    """The member of a spec; `drafted` is the tree policy of a draft model or head."""
     if split_spec(spec)[0] in JUDGES:
         return DraftedMember(DRAFTERS.build(spec, tree=drafted))
     member = DRAFTERS.build(spec)

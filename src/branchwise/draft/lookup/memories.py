@@ -1,4 +1,4 @@
-"""The memories that draft where nothing else was asked for: fused on a host, and one of them alone on a GPU."""
+"""The memories that draft if the user names no drafter: all of them fused on a host, one of them alone on a GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
 class DefaultDrafter(Fusion):
     """`memories`: a fusion of recycle, stand and suffix on a host; on a GPU recycle alone, unless a tree is given.
 
-    On a host a pass is long and every row of it costs, so several drafters share a small tree. On a GPU a pass over a
-    hundred nodes costs little more than over one, and less than the host would take to lay so many: there the adjacency
-    table drafts a wide tree of ranks that is looked up on the device, and the step never waits for the host. What was
-    learned on one of them is saved and restored on the other.
+    On a host a pass is long and every row of it takes time, so several drafters share a small tree. On a GPU a pass
+    over a hundred nodes costs little more than a pass over one, and less than the host would take to lay that many: so
+    the adjacency table alone drafts a wide tree of ranks that is looked up on the device, and the step never waits for
+    the host. A state that is saved on a host can be restored on a GPU, and the other way round.
     """
 
     name = "memories"
@@ -38,11 +38,11 @@ class DefaultDrafter(Fusion):
         assert isinstance(recycle, Recycle)
         self._recycle = recycle
         self._trees = recycle.tree, AdaptiveRanks()
-        """of the adjacency table, on a host and on a GPU"""
+        """tree policies of the adjacency table, on a host and on a GPU"""
 
     @property
     def _speaker(self) -> Any:
-        """The fusion that this is, or who drafts alone."""
+        """The drafter that answers: the fusion itself (`super()`), or the one that drafts alone."""
         return super() if self._alone is None else self._alone
 
     @property
@@ -50,7 +50,7 @@ class DefaultDrafter(Fusion):
         return self._speaker.needs  # type: ignore[no-any-return]
 
     def alone_on(self, target: TargetInfo) -> Drafter | None:
-        """Who drafts alone for a target, if anyone does."""
+        """The drafter that drafts alone for a target; None if the fusion drafts."""
         return None if target.device.type == "cpu" or self.tree_given else self._recycle
 
     def bind(self, target: TargetInfo) -> None:
@@ -61,7 +61,7 @@ class DefaultDrafter(Fusion):
             return
         LookupDrafter.bind(self, target)
         for member in self.members:
-            member.bind(target)  # they take no part, and keep what they know, which can be saved and restored
+            member.bind(target)  # members that do not draft keep what they know, so that it can be saved and restored
         self._alone.bind(target)
         self.cost, self.paces = self._alone.cost, self._alone.paces
 

@@ -3,9 +3,10 @@
 Saxena, "Prompt Lookup Decoding" (2023). No model and no training; it pays if the answer repeats its prompt or itself:
 editing, summaries, code, questions about a document.
 
-As one chain, the continuation of the longest n-gram at its most recent occurrence is copied. As a tree, every n-gram
-that the text ends with gives the tokens that followed it the last times. A longer n-gram is trusted more, and so is a
-token that followed more often; of tokens that followed equally often the most recent comes first.
+If the tree is one chain, it copies the continuation of the longest n-gram at its most recent occurrence. In any other
+tree, every n-gram that the text ends with proposes the tokens that followed its last occurrences. A longer n-gram gets
+more mass, and so does a token that followed more often; of tokens that followed equally often the most recent comes
+first.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from branchwise.draft.policies.paths import Chain
 from branchwise.errors import UsageError
 
 PLACES = 8
-"""occurrences of an n-gram that are counted, the most recent first"""
+"""most occurrences of an n-gram that are counted, the most recent first"""
 
 
 class NGram(LookupDrafter):
     """Continue the longest n-grams, `max` down to `min` tokens, from their most recent earlier occurrences.
 
-    A cursor is the index of a text and the tokens that would be its end.
+    A cursor is the index of a text, and the last tokens of the text with the drafted ones.
     """
 
     name = "ngram"
     copied = 0
-    """the length of the chain that it copies; 0 if it grows another tree"""
+    """the length of the chain that the drafter copies; 0 if it grows another tree"""
 
     def __init__(self, max: int = 4, min: int = 2, tree: TreePolicy | None = None) -> None:
         if not 1 <= min <= max:
@@ -85,7 +86,7 @@ class NGram(LookupDrafter):
         tokens = sequence.tokens
         length = min(self.copied, budget.depth, budget.nodes - 1)
         found = self._indexes.setdefault(sequence, Index(self.sizes)).find(tokens)
-        # An occurrence close to the end runs out of text; going round from there continues the repetition.
+        # An occurrence close to the end runs out of text; starting over from it continues the repetition.
         period = 0 if found is None else len(tokens) - found
         copy = [] if found is None else [tokens[found + i % period] for i in range(length)]
         if (place := place_of(sequence)) is not None:
@@ -95,14 +96,15 @@ class NGram(LookupDrafter):
 
 @dataclass
 class Index:
-    """For every n-gram of a growing text the positions of the tokens that followed it, from the most recent back."""
+    """For every n-gram of a growing text the positions of the tokens that followed it, the most recent first."""
 
     sizes: range
     tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> the most recent position of a token that followed it"""
     earlier: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """size -> for every position the one before, of the same n-gram; 0 if there is none"""
+    """size -> for every position of a token after an n-gram, the previous such position of the same n-gram; 0 if there
+    is none"""
 
     def read(self, tokens: list[int]) -> None:
         start = len(self.tokens)
@@ -119,7 +121,7 @@ class Index:
                     earlier.append(0)
 
     def find(self, tokens: list[int]) -> int | None:
-        """The position at which the longest n-gram at the end of the text was continued last."""
+        """The position after the most recent earlier occurrence of the longest n-gram that the text ends with."""
         self.read(tokens)
         for size in self.sizes:
             if (place := self.places.get(tuple(tokens[-size:]))) is not None:
@@ -127,7 +129,8 @@ class Index:
         return None
 
     def followers(self, size: int, place: int, known: Container[int] = ()) -> dict[int, int]:
-        """How often tokens followed an n-gram at its last occurrences, without known ones; the most recent first."""
+        """How often each token followed an n-gram at its last occurrences, without the `known` tokens; the most recent
+        first. `place` is the most recent position after the n-gram."""
         tokens, earlier = self.tokens, self.earlier[size]
         found: dict[int, int] = {}
         for _ in range(PLACES):

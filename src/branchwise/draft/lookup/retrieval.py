@@ -1,8 +1,8 @@
 """Retrieval: what followed the last few tokens in a corpus.
 
-He et al., "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252), looks the longest end of the text up in a
+He et al., "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252), looks up the longest suffix of the text in a
 suffix array and drafts the most frequent continuations; RASD (arXiv 2503.03434) joins them to the tree of a model. It
-pays if the texts are of the kind that is to be written: the code of a project, the manuals that answers are about.
+pays if the corpus is like the text to be written: the code of a project, the manuals that answers are about.
 
 An index is built once with `branchwise index build`; see docs/retrieval.md. Nothing is learned while drafting.
 """
@@ -18,11 +18,11 @@ from branchwise.errors import PairingError, UsageError
 from branchwise.index import HITS, Index, Place, fingerprint
 
 CHILDREN = 8
-"""candidates of a cursor at most; the rest are too improbable to find a place in a tree"""
+"""most candidates of a cursor; further ones are too improbable to get a node of a tree"""
 
 
 class Retrieval(LookupDrafter):
-    """`retrieval:FOLDER,max=16,min=2`: what followed the longest end of the text, `max` down to `min` tokens.
+    """`retrieval:FOLDER,max=16,min=2`: what followed the longest suffix of the text, `max` down to `min` tokens.
 
     Continuations are counted at no more than `hits` places, so that frequent words take no longer than rare ones.
     """
@@ -60,9 +60,9 @@ class Retrieval(LookupDrafter):
 
 
 def trust(length: int, hits: int) -> float:
-    """The probability that one of the tokens that followed so many tokens at so many places follows them again.
+    """The probability that the next token is one of those that followed the last `length` tokens at `hits` places.
 
-    Fitted to code that an index of other code does not hold: a token that followed two tokens once follows them again
-    every seventh time, a token that followed seven more often than not.
+    Fitted on code that was not in the index, over an index of other code: a token that followed two tokens once follows
+    them again every seventh time, a token that followed seven tokens more often than not.
     """
     return length / (length + 3) * hits / (hits + 8 / length**2)

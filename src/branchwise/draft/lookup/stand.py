@@ -1,9 +1,9 @@
-"""STAND: n-grams with the distributions behind them, not only the tokens.
+"""STAND: n-grams with the distributions after them, not only the tokens.
 
 Song et al., "Accelerated Test-Time Scaling with Model-Free Speculative Sampling" (arXiv 2506.04708). Several answers to
 one question follow the same thoughts in other words. So every n-gram keeps the best tokens of the target's
-distributions behind it, averaged over all its occurrences, and the next text with that n-gram also finds tokens that
-the target did not write before. The probabilities are those of the model at temperature 1, before any warping.
+distributions after it, averaged over all its occurrences, and the next text with that n-gram also finds tokens that the
+target did not write before. The probabilities are those of the model at temperature 1, before any warping.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from branchwise.verify import Verdict
 
 Gram = tuple[int, ...]
 PREFILL = 64
-"""distributions of a prompt that are learned from, the last ones"""
+"""number of distributions of a prompt that are learned from, the last ones"""
 MOST_READ = 1024
-"""lines that are kept as they were read"""
+"""most lines of the arrays that are cached as lists"""
 
 
 class Stand(LookupDrafter, LearningDrafter):
     """`stand:max=4,min=2,k=10,ngrams=100000`: the candidates of the longest known n-gram, `max` down to `min` tokens.
 
-    It has k tokens and their average probabilities. The (c + 1)-th distribution behind an n-gram has the weight 1 /
-    (c + 1) in the average, and a token that is not among the k best of a distribution counts as impossible there. So
-    many n-grams are kept; the one whose last occurrence is the oldest is forgotten first.
+    An n-gram has k tokens and their average probabilities. The (c + 1)-th distribution after an n-gram has the weight
+    1 / (c + 1) in the average, and a token that is not among the k best of a distribution counts as 0 in it. At most
+    `ngrams` n-grams are kept; the n-gram whose last occurrence is the oldest is forgotten first.
     """
 
     name = "stand"
@@ -53,12 +53,12 @@ class Stand(LookupDrafter, LearningDrafter):
         super().__init__(tree or TopK(64, depth=12, width=k))
         self.max, self.min, self.k, self.ngrams = max, min, k, ngrams
         self._lines: OrderedDict[Gram, int] = OrderedDict()
-        """n-gram -> its line in the arrays, the one with the oldest last occurrence first"""
+        """n-gram -> its line in the arrays; the n-gram whose last occurrence is the oldest comes first"""
         self._tokens = np.zeros((ngrams, k), dtype=np.int32)  # pages that were never written to take no memory
         self._masses = np.zeros((ngrams, k), dtype=np.float32)
         self._counts = np.zeros(ngrams, dtype=np.int32)
         self._read: dict[int, list[tuple[int, float]]] = {}
-        """tokens and masses of lines as lists, until they are written again"""
+        """line -> its tokens and masses as a list, until the line is written again"""
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -161,7 +161,7 @@ class Stand(LookupDrafter, LearningDrafter):
         self._read.pop(line, None)
 
     def _checked(self, tensors: dict[str, Tensor]) -> list[Gram]:
-        """The n-grams of a stored state that fits."""
+        """The n-grams of a stored state; raises a UsageError if the state does not fit."""
         kinds = {"grams": torch.int32, "counts": torch.int32, "tokens": torch.int32, "masses": torch.float32}
         if {name: tensor.dtype for name, tensor in tensors.items()} != kinds:
             raise not_a_state(self.name, f"it should hold {', '.join(kinds)}")

@@ -1,13 +1,13 @@
-"""What followed the longest end of the text that occurred before, in this text or in earlier answers.
+"""What followed the longest suffix of the text that occurred before, in this text or in earlier answers.
 
 Hu et al., "SAM-Decoding: Speculative Decoding via Suffix Automaton" (arXiv 2411.10666): an automaton reads prompt and
-output, and always knows the longest end of the text that occurred before, however long that is. Oliaro et al.,
+output, and always knows the longest suffix of the text that occurred before, however long it is. Oliaro et al.,
 "SuffixDecoding" (arXiv 2411.04975): earlier answers are searched as well, and how often a continuation was seen decides
 how much of it is drafted.
 
-A longer match is trusted more, and so is a token that followed it more often. Of continuations seen equally often the
-most recent comes first. If the longest match leaves mass over, the next shorter ones are asked. At the end of the text
-the match goes round, so that a repetition is continued for as long as it is wanted.
+A longer match gets more mass, and so does a token that followed it more often. Of continuations seen equally often the
+most recent comes first. If the longest match leaves mass over, the next shorter ones propose tokens too. A match that
+reaches the end of the text starts over, so that a repetition is continued as far as the tree goes.
 """
 
 from __future__ import annotations
@@ -29,55 +29,57 @@ from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 
 END = -1
-"""follows every answer that is kept"""
+"""mark after every answer that is kept"""
 REACH = 32
-"""tokens of a text that are searched for in earlier answers"""
+"""number of last tokens of a text that are searched for in earlier answers"""
 LEAD = 8
-"""tokens of the prompt that are kept before its answer, so that its beginning can be found"""
+"""number of prompt tokens that are kept before an answer, so that the beginning of the answer can be found"""
 CONTEXTS = 6
-"""matches that are asked, the longest first"""
+"""most matches that propose tokens, the longest first"""
 ROOT = 0
 """the state of the empty substring, of a match of length 0"""
 NOWHERE = -1
+"""no state"""
 NOTHING = -2
-"""no token at all; -1 is free to mark the end of a text"""
+"""no token; -1 already marks the end of an answer"""
 
 LINKS = 32
-"""contexts whose counts a token updates, the longest first. In nested repetitions, such as one token over and over, the
-counts of shorter contexts are too low; otherwise reading would take quadratic time."""
+"""Most contexts whose counts a token updates, the longest first. In nested repetitions, such as one token over and
+over, the counts of shorter contexts are therefore too low; without the bound, reading would take quadratic time."""
 HOPS = 64
-"""suffix links that are followed in search of a token"""
+"""Most suffix links that are followed in search of a token."""
 
 
 class Automaton:
     """A suffix automaton: every substring of a growing text, in memory that grows with the text (Blumer et al., 1985).
 
-    A state stands for all substrings that end at the same positions. The suffixes of its longest one are in the state
-    too, down to a length at which a shorter one occurs elsewhere as well: that is in the state of the suffix link.
-    Reading a token is amortised constant work. Counts and an order of recency are added here, so that several
-    continuations of a substring can be weighed against each other.
+    A state stands for all substrings that end at the same positions. These are suffixes of the longest of them, down to
+    the length at which a suffix also occurs elsewhere: that suffix is in the state of the suffix link. Reading a token
+    is amortised constant work. Counts and an order of recency are added here, so that several continuations of a
+    substring can be weighed against each other.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
-        # By state. Most states have one continuation; a mapping is made for a second.
+        # All arrays are indexed by state. Most states have one continuation (`_token`, `_target`); only a second one
+        # makes a mapping in `_branches`.
         self.length = array("i")
-        """of its longest substring"""
+        """length of its longest substring"""
         self.link = array("i")
         """the state of the longest suffix that also occurs elsewhere"""
         self.followed = array("i")
-        """how often it occurred and was followed by a token"""
+        """how often its substrings occurred and were followed by a token"""
         self._token = array("i")
         self._target = array("i")
         self._branches: list[dict[int, int] | None] = []
-        """token -> state behind it, the most recent one last"""
+        """token -> state after it, the most recent token last; None while a state has at most one continuation"""
         self.last = self._new(0, NOWHERE)
         """the state of the whole text"""
         self._branches[ROOT] = {}
         self.read(tokens)
 
     def __len__(self) -> int:
-        """How many tokens were read."""
+        """The number of tokens read."""
         return len(self.tokens)
 
     def read(self, tokens: Iterable[int]) -> None:
@@ -86,7 +88,7 @@ class Automaton:
 
     @property
     def match(self) -> tuple[int, int]:
-        """(state, length) of the longest end of the text that occurred before."""
+        """(state, length) of the longest suffix of the text that occurred before."""
         state = self.link[self.last]
         return (ROOT, 0) if state == NOWHERE else (state, self.length[state])
 
@@ -98,7 +100,8 @@ class Automaton:
         return branches.get(token, NOWHERE)
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """(state, length) of the longest end of a substring that occurred with one token more, together with that."""
+        """(state, length) of the longest suffix of a substring that occurred with `token` after it, the token
+        included."""
         for _ in range(HOPS):
             target = self.step(state, token)
             if target != NOWHERE:
@@ -110,14 +113,14 @@ class Automaton:
         return ROOT, 0
 
     def find(self, tokens: Iterable[int]) -> tuple[int, int]:
-        """(state, length) of the longest end of these tokens that occurs in the text."""
+        """(state, length) of the longest suffix of these tokens that occurs in the text."""
         state, length = ROOT, 0
         for token in tokens:
             state, length = self.follow(state, length, token)
         return state, length
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """(token, how often it followed) of the few that followed last, the most recent first."""
+        """(token, how often it followed) of the last few tokens that followed, the most recent first."""
         followed, branches = self.followed, self._branches[state]
         if branches is None:
             token = self._token[state]
@@ -151,7 +154,7 @@ class Automaton:
             context = link[context]
 
     def _split(self, state: int, context: int, token: int) -> int:
-        """A state of their own for the shorter substrings of a state, which now occur without the longer ones."""
+        """A new state for the shorter substrings of a state, which now occur without the longer ones."""
         short = self._new(self.length[context] + 1, self.link[state])
         self.followed[short] = self.followed[state]
         self._token[short], self._target[short] = self._token[state], self._target[state]
@@ -164,7 +167,7 @@ class Automaton:
         return short
 
     def _lead(self, state: int, token: int, target: int) -> None:
-        """Let a token lead from one state to another."""
+        """Let `token` lead from `state` to `target`."""
         branches = self._branches[state]
         if branches is not None:
             branches[token] = target
@@ -184,13 +187,14 @@ class Automaton:
 
 
 Match = tuple[Automaton, int, int]
-"""in one automaton: the state, and how many tokens match"""
+"""(automaton, state in it, number of tokens that match)"""
 
 
 class Suffix(LookupDrafter, LearningDrafter):
     """`suffix:keep=N,min=M`: matches of at least M tokens in this text and in the last N tokens of earlier answers.
 
-    A cursor is the matches in every automaton, and a token behind them.
+    A cursor is a pair: the matches in all automata, and a token after them or None. The automata read the token only
+    when the cursor is used.
     """
 
     name = "suffix"
@@ -204,7 +208,7 @@ class Suffix(LookupDrafter, LearningDrafter):
         self._texts: WeakKeyDictionary[SequenceState, Automaton] = WeakKeyDictionary()
         self._answers = Answers(keep)
         self._cached: dict[tuple[Match, ...], Sequence[Candidate]] = {}
-        """candidates of this step; drafts of one text come back to the same matches"""
+        """matches -> their candidates, for one text and step: nodes of one tree often have the same matches"""
 
     def locate(self, sequence: SequenceState) -> Cursor:
         if sequence not in self._texts:
@@ -267,13 +271,13 @@ class Suffix(LookupDrafter, LearningDrafter):
 
 
 class Answers:
-    """The last answers, together at most so many tokens. An automaton cannot forget, so there are two of half the size
-    each, and when the younger is full the older goes."""
+    """The last answers, together at most `most` tokens. An automaton cannot forget tokens, so there are two of half
+    the size each, and when the younger is full the older is dropped."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.generations: list[Automaton] = []
-        """the younger first"""
+        """at most two automata, the younger first"""
 
     def keep(self, answer: list[int]) -> None:
         half = self.most // 2
@@ -286,12 +290,12 @@ class Answers:
 
     @property
     def tokens(self) -> list[int]:
-        """All of them, the oldest first, with END after every answer."""
+        """The tokens of all answers, the oldest first, with END after every answer."""
         return [token for answers in reversed(self.generations) for token in answers.tokens]
 
 
 def _resolve(cursor: Cursor) -> tuple[Match, ...]:
-    """The matches of a cursor after its token is read."""
+    """The matches of a cursor, after its token if it has one."""
     matches, token = cursor
     if token is None:
         return matches  # type: ignore[no-any-return]

@@ -1,8 +1,9 @@
-"""A table of tri-grams that a corpus was counted into: what followed two tokens there, and how often.
+"""A table of tri-grams: which tokens followed two tokens in a corpus, and how often.
 
-Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021), begin with such counts, cut to the
-best successors of every pair. `branchwise index trigrams` counts them; `trigram:table=FILE` begins with them. Pairs are
-sorted numbers in one array, so that a table of millions takes no more than its file and is looked up by bisection.
+Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021), start from such counts, cut to the
+best successors of every pair. `branchwise index trigrams` counts them; `trigram:table=FILE` starts from them. Pairs are
+sorted numbers in one array, so that a table of millions takes no more memory than its file and is searched by
+bisection.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from branchwise.index import fingerprint
 
 FORMAT = Format("tri-gram table", "count one with: branchwise index trigrams FILES --out FILE", ModelError)
 AT_ONCE = 1 << 22
-"""tri-grams that are counted together"""
+"""number of tri-grams that are counted together"""
 SUCCESSORS = 12
-"""of a pair that are kept, the most frequent; the paper's"""
+"""most successors of a pair that are kept, the most frequent; the number of the paper"""
 WEIGHT = 16
-"""the count that the most frequent successor of a pair begins with: so many occurrences outweigh the corpus"""
+"""most that the count of a pair's most frequent successor starts from: about this many occurrences in the text outweigh
+the corpus"""
 Pair = tuple[int, int]
 Numbers = NDArray[np.int64]
 
@@ -36,27 +38,27 @@ Numbers = NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class TrigramTable:
     model: str
-    """whose tokenizer cut the corpus"""
+    """name of the model whose tokenizer cut the corpus into tokens"""
     tokenizer: str
-    """fingerprint of its vocabulary"""
+    """fingerprint of the tokenizer's vocabulary"""
     vocabulary: int
     read: int
-    """tokens of the corpus"""
+    """number of tokens of the corpus"""
     pairs: Numbers
     """(pairs,): first * vocabulary + second, ascending"""
     starts: Numbers
-    """(pairs + 1,): where the successors of each begin"""
+    """(pairs + 1,): where the successors of each pair start in `tokens` and `counts`"""
     tokens: Numbers
-    """(successors,): those of a pair together, the most frequent first"""
+    """(successors,): the successors pair by pair, the most frequent of a pair first"""
     counts: Numbers
-    """(successors,)"""
+    """(successors,): how often each successor followed its pair"""
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def after(self, pair: Pair, most: int) -> dict[int, int]:
-        """At most so many successors of a pair and how often they were seen, scaled to `WEIGHT`; the rarest first, as
-        in a row that was learned."""
+        """At most `most` successors of a pair and how often they were seen, scaled down to `WEIGHT`. The rarest comes
+        first, as `Trigram` orders a row that it learns."""
         key = pair[0] * self.vocabulary + pair[1]
         place = int(self.pairs.searchsorted(key))
         if place == len(self.pairs) or self.pairs[place] != key:
@@ -67,7 +69,7 @@ class TrigramTable:
         return {token: max(round(count * scale), 1) for token, count in zip(tokens[::-1], counts[::-1], strict=True)}
 
     def check(self, target: TargetInfo, file: str) -> None:
-        """Refuse a target of another tokenizer."""
+        """Refuse a target with another tokenizer."""
         own = target.tokenizer
         if not (fingerprint(own) == self.tokenizer if own else self.vocabulary <= target.vocabulary):
             raise PairingError(
@@ -109,10 +111,11 @@ class TrigramTable:
 
 
 class Counting:
-    """Counts tri-grams of documents, so many at a time, whatever the size of the corpus."""
+    """Counts tri-grams of documents, `AT_ONCE` at a time, so that a corpus may be of any size."""
 
     def __init__(self, vocabulary: int, most: int = 1 << 24) -> None:
-        """`most` tri-grams are kept between two rounds: the rarest go first, and count anew if they come again."""
+        """At most `most` tri-grams are kept between two rounds: the rarest are dropped, and count from 0 if they come
+        again."""
         if vocabulary**3 >= 1 << 63:
             raise UsageError(f"Tri-grams over a vocabulary of {vocabulary} tokens cannot be counted here.")
         self.vocabulary, self.most, self.read = vocabulary, most, 0
@@ -152,7 +155,7 @@ class Counting:
         self._waiting, self._held = [], 0
 
     def table(self, model: str, tokenizer: str, successors: int = SUCCESSORS, size: int | None = None) -> TrigramTable:
-        """The best successors of every pair, of the `size` most frequent pairs."""
+        """The table of the `successors` best successors of every pair, or of the `size` most frequent pairs."""
         self._take(keep=0)
         self._merge()
         pairs, tokens = np.divmod(self._keys, self.vocabulary)

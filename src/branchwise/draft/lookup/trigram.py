@@ -1,9 +1,9 @@
 """Tri-grams: what has followed two tokens so far, in this text and in those before it.
 
 Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021): a map from two tokens to a few
-successors stands for the target, and goes on learning from what the target writes. It begins with the counts of a
-corpus if there is a table of these (`table.py`), and empty if not. Theirs credits the last tokens again at every step;
-here each occurrence counts once.
+successors stands for the target, and keeps learning from what the target writes. The map starts from the counts of a
+corpus if the user gives a table (`table.py`), and empty if not. The paper's code credits the last tokens again at every
+step; here each occurrence counts once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 
 MOST = 64
-"""the largest count of a successor; beyond it all counts of its pair are halved, so that new ones can rise"""
+"""the largest count of a successor; if it is exceeded, all counts of the pair are halved, so that new ones can rise"""
 LOOKED_UP = 1024
-"""pairs whose candidates are cached"""
+"""most pairs whose candidates are cached"""
 
 
 class Trigram(LookupDrafter, LearningDrafter):
-    """`trigram:size=65536,successors=12,table=FILE`: up to so many pairs of tokens, and so many successors of each.
+    """`trigram:size=65536,successors=12,table=FILE`: up to `size` pairs of tokens, and `successors` successors of each.
 
-    The pair that was not seen for longest is forgotten first. A new successor takes the place of the one with the
-    lowest count, and of those of the oldest. Of n occurrences of a pair with k different successors one with the count
-    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once. A pair of the table begins with
-    its counts there, scaled down, so that what is written soon outweighs them.
+    The pair that was not seen for longest is forgotten first. A new successor replaces the successor with the lowest
+    count, of several the oldest. If a pair occurred n times with k different successors, a successor with the count c
+    has the mass c / (n + k), after Witten and Bell: each of the k was unknown once. A pair of the table starts from its
+    counts in the table, scaled down, so that what the target writes soon outweighs them.
     """
 
     name = "trigram"
@@ -53,7 +53,7 @@ class Trigram(LookupDrafter, LearningDrafter):
         self._rows: dict[Pair, dict[int, int]] = {}
         """pair -> successor -> its count; both in the order in which they were last seen"""
         self._looked_up: dict[Pair, list[Candidate]] = {}
-        """candidates that are still valid: one tree asks for many pairs of the last"""
+        """pair -> its candidates, while these are valid: successive trees look up many of the same pairs"""
         self._read: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()
 
     def bind(self, target: TargetInfo) -> None:
@@ -73,7 +73,7 @@ class Trigram(LookupDrafter, LearningDrafter):
         if not row:
             return []
         whole = sum(row.values()) + len(row)
-        # The sort keeps the order of equals: reversed, the one that was seen last comes first.
+        # The sort is stable, so after the reversal the successor seen last comes first among equals.
         ranked = sorted(row.items(), key=itemgetter(1))[::-1]
         if len(self._looked_up) == LOOKED_UP:
             self._looked_up.clear()
@@ -84,7 +84,7 @@ class Trigram(LookupDrafter, LearningDrafter):
         return None if cursor is None else (cursor[1], token)
 
     def finish(self, sequence: SequenceState) -> None:
-        """The last tokens of a text are worth knowing too, though nothing was drafted behind them."""
+        """Learn the last tokens of a text too, although nothing was drafted after them."""
         super().finish(sequence)
         self._learn(sequence)
         self._read.pop(sequence, None)
@@ -99,7 +99,7 @@ class Trigram(LookupDrafter, LearningDrafter):
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Replace what is known; rows that do not fit into a smaller table are forgotten as usual."""
+        """Replace what is known; if this table is smaller, rows that do not fit are forgotten as usual."""
         try:
             saved = _rows_of(tensors, None if self.target is None else self.target.vocabulary)
         except (LookupError, TypeError, ValueError, RuntimeError):
@@ -130,7 +130,7 @@ class Trigram(LookupDrafter, LearningDrafter):
         self._keep(pair, row)
 
     def _counted(self, pair: Pair) -> dict[int, int]:
-        """What the corpus says of a pair."""
+        """The successors of a pair in the table of the corpus, and their counts."""
         return {} if self.table is None else self.table.after(pair, self.successors)
 
     def _keep(self, pair: Pair, row: dict[int, int]) -> None:
@@ -142,7 +142,7 @@ class Trigram(LookupDrafter, LearningDrafter):
 
 
 def _rows_of(tensors: dict[str, Tensor], vocabulary: int | None) -> list[tuple[Pair, dict[int, int]]]:
-    """What `save` wrote, the oldest pair first; anything else raises one error or another."""
+    """The rows that `save` wrote, the oldest pair first; anything else raises some error."""
     parts = pairs, lengths, tokens, counts = [tensors[name] for name in ("pairs", "successors", "tokens", "counts")]
     numbers = torch.cat([pairs.flatten(), tokens])
     ranges = ((lengths, 1, None), (counts, 1, MOST + 1), (numbers, 0, vocabulary))

@@ -1,9 +1,9 @@
-"""A draft model that drafts on the device ahead of the host: the trees that follow a verdict are drawn before the host
-has read it, all levels in one CUDA graph.
+"""A draft model that drafts on the device ahead of the host: the trees after a verdict are drawn before the host has
+read the verdict, all levels in one CUDA graph.
 
-Tokens and q stay on the device, so nothing waits between drafting and scoring. Only the shape of several paths, which
-merge where they agree, is known when they are drawn: verifiers look it up on the host, which reads the tokens of the
-paths once, when their tree is wanted.
+Tokens and q stay on the device, so nothing waits between drafting and scoring. One exception: several paths merge where
+they agree, so the shape of their tree is known only when they are drawn. Verifiers need the shape on the host, so the
+host then reads the tokens of the paths once per tree.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from branchwise.draft.model.reading import BatchReading
 from branchwise.verify import Verdict, Verdicts
 
 Passing = Callable[[int], AbstractContextManager[None]]
-"""held while so many passes of the draft model are made, or recorded"""
+"""a context manager that is held while this many passes of the draft model are made or recorded"""
 
 
 class Foreseen(NamedTuple):
-    """A text as it is after the verdict behind which its next tree was drawn."""
+    """The state of a text after a verdict, for which its next tree was drawn on the device."""
 
     sequence: SequenceState
     seed: int
     before: int
-    """tokens that it had in front of the verdict"""
+    """number of its tokens before the verdict"""
     gained: list[int]
+    """tokens that the verdict adds"""
 
     def is_now(self, sequence: SequenceState) -> bool:
+        """Whether a sequence is in this state."""
         same = sequence is self.sequence and sequence.rng_seed == self.seed
         return same and sequence.tokens[self.before :] == self.gained
 
 
 class ModelAhead:
-    """Trees of a draft model that follow each other on the device of its target."""
+    """Drafts the trees of one step after the other on the device of the target, ahead of the host."""
 
     def __init__(
         self,
@@ -62,30 +64,34 @@ class ModelAhead:
         reading: Callable[[list[SamplingParams]], BatchReading],
         passing: Passing,
     ) -> None:
-        """`made` makes trees for budgets; `context` is the most tokens of the draft model, whose tokens are those of
-        the target as far as its `own` vocabulary goes, and `reading` reads its logits for texts that are sampled so."""
+        """`made` makes the `TreeDraft` of budgets, `following` is the KV cache, and `context` the most tokens of the
+        draft model. Its tokens equal those of the target up to the size `own` of its vocabulary. `reading` makes the
+        reading of its logits for sampling parameters."""
         self._made, self._following, self._target = made, following, target
         self._context, self._own, self._passing = context, own, passing
         self._drawing = Drawing(target, reading)
         self._draft: TreeDraft | None = None
         self._slots: weakref.ref[Any] | None = None
-        """the slots that it drafts in, and that all recordings read and write"""
+        """the draft model's cache slots, which all recordings read and write"""
         self._gain = GraphedFunction(gain, target.device, capture=target.execution.graphs)
         self._sequences: tuple[SequenceState, ...] = ()
-        """texts of the pass that is made next or was made last, if their trees were drawn here"""
+        """texts of the target's next or last pass, if their trees were drawn here"""
         self._found: Drawn | None = None
-        """trees below the tokens of the last verdicts"""
+        """drawn trees whose roots are the tokens of the last verdicts"""
         self._told: Told | None = None
-        """what the host has to know of them, on its way"""
+        """what the host must know of these trees, on its way to the host"""
         self._expected: list[Foreseen] = []
+        """states of the texts that these trees were drawn for"""
         self._next: list[DraftTree] | None = None
+        """these trees, within budgets"""
         self._rests = 0
-        """batches that are left to the host"""
+        """number of batches that are still left to the host"""
 
     def draft(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], budgets: Sequence[Budget]
     ) -> list[DraftTree] | None:
-        """The next trees of texts, which are given in tokens of the draft model; None if the host has to grow them."""
+        """The next trees of sequences, whose `texts` are in tokens of the draft model; None if the host must grow
+        them."""
         found, trees, told = self._found, self._next, self._told
         self._found, self._next, self._told, self._sequences = None, None, None, ()
         self._rests, rests = max(self._rests - 1, 0), self._rests
@@ -97,7 +103,7 @@ class ModelAhead:
         if not draft.depth or not any(budget.depth > 0 and budget.nodes > 1 for budget in budgets):
             return None
         if found is not None and self._foresaw(sequences, texts):
-            # Its rows are written: those of the tokens that the verdict kept, and of the root.
+            # The rows of the tokens that the verdict kept, and of the root, are written already.
             known = [len(self._following.cached(sequence)) for sequence in sequences]
             self._following.count(sequences, [text[end:] for text, end in zip(texts, known, strict=True)])
         else:
@@ -111,7 +117,8 @@ class ModelAhead:
         return draft.trees(found, sequences, budgets) if trees is None else trees
 
     def rest(self) -> None:
-        """Nothing is drafted in this step, and nothing behind it: the next trees begin with what texts are by then."""
+        """Drop the trees drawn so far, because nothing is drafted in this step; the next trees start from the texts as
+        they are then."""
         self._found, self._next, self._told, self._sequences = None, None, None, ()
         self._expected = []
 
@@ -120,12 +127,12 @@ class ModelAhead:
         if self._found is None or draft is None or not draft.resident or not draft.whole(budgets):
             return None
         if draft.tells and self._target.device.type == "cpu" and draft.fails(self._found.told.tolist(), budgets):
-            return None  # a device does not know yet, and a pass over such trees is made in vain
+            return None  # on a GPU the host cannot know this yet, and a pass over such trees is wasted
         self._next = draft.trees(self._found, self._sequences, budgets)
         return self._next
 
     def update(self, scored: Scored, verdicts: Verdicts) -> None:
-        """Enqueue the rows of what a verdict kept, and the next trees."""
+        """Enqueue the rows of the tokens that a verdict kept, and the next trees."""
         self._found = self._next = self._told = None
         self._expected = []
         nodes, sequences, draft = scored.nodes, self._sequences, self._draft
@@ -146,7 +153,7 @@ class ModelAhead:
     def follow(
         self, sequences: Sequence[SequenceState], trees: Sequence[DraftTree], verdicts: Sequence[Verdict]
     ) -> None:
-        """The host has read the verdicts behind which the next trees are drawn."""
+        """Called when the host has read the verdicts: note the states of texts that the next trees are drawn for."""
         if self._found is None:
             return
         self._expected = [
@@ -155,7 +162,7 @@ class ModelAhead:
         ]
 
     def _foresaw(self, sequences: Sequence[SequenceState], texts: Sequence[list[int]]) -> bool:
-        """Whether the texts are those, and as long, that trees were drawn for behind the last verdict."""
+        """Whether the texts are in the states that trees were drawn for after the last verdict."""
         return len(sequences) == len(self._expected) and all(
             one.is_now(sequence) and text[: one.before] == self._following.cached(sequence)
             for one, sequence, text in zip(self._expected, sequences, texts, strict=True)
@@ -164,7 +171,7 @@ class ModelAhead:
     # Drawing
 
     def _grown(self, draft: TreeDraft, sequences: Sequence[SequenceState], texts: Sequence[list[int]]) -> Drawn | None:
-        """Trees below the roots of texts that the host knows; None if there is no room for them."""
+        """Trees below the roots of texts, given their tokens on the host; None if the cache has no room for them."""
         if max(map(len, texts)) + draft.depth >= self._context or draft.steps + draft.below > TREE_ROWS:
             return None
         ahead = self._following.unwritten(sequences, texts, draft.steps)
@@ -179,18 +186,18 @@ class ModelAhead:
         return found
 
     def _begin(self, draft: TreeDraft) -> None:
-        """Draft so, in the slots at hand; whatever is recorded belongs to these."""
+        """Draft trees of `draft` in the current slots; all recordings belong to these."""
         self._draft, self._slots = draft, weakref.ref(self._following.slots)
         self._drawing.start(draft, partial(ModelPasses, self._run(), ModelLevels(draft, self._own)))
 
     def _drawn(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int, gained: Tensor) -> Drawn:
-        """Trees of texts, padded to so many, given what each has gained."""
+        """Trees of texts, padded to `size` texts, given what each has gained (`passes.gain`)."""
         slots = self._following.seats(sequences, draft.steps + draft.below)
         with self._passing(draft.depth):
             return self._drawing(sequences, size, slots, -1, gained)
 
     def _run(self) -> Run:
-        """A pass in the slots at hand, which it does not keep."""
+        """A pass in the current slots; it refers to them weakly, so that a recording does not keep them alive."""
         run = weakly(self._following.slots.run_packed)
 
         def logits(inputs: PassTensors) -> Tensor:

@@ -14,14 +14,14 @@ from branchwise.draft.builder import drawable
 from branchwise.draft.model.vocabulary import Vocabulary
 
 MOST_READINGS = 8
-"""sampling parameters for which a reading is cached, the most recently used"""
+"""most sampling parameters for which a reading is cached, the most recently used"""
 
 
 class Reading:
     """Turns logits of a draft model into distributions over the target's vocabulary, for one kind of sampling."""
 
     def __init__(self, sampling: SamplingParams, vocabulary: Vocabulary, *, trimmed: bool) -> None:
-        """A trimmed head has columns for the tokens that can be proposed, and no others."""
+        """`trimmed`: the head has columns for the tokens that can be proposed, and no others."""
         device = vocabulary.tokens.device
         self._vocabulary = vocabulary
         self._columns = columns_of(vocabulary, trimmed=trimmed)
@@ -41,7 +41,7 @@ class Reading:
 
 
 class Readings:
-    """For every kind of sampling its reading."""
+    """The readings of the last few kinds of sampling parameters."""
 
     def __init__(self, make: Callable[[SamplingParams], Reading]) -> None:
         self._make = make
@@ -59,10 +59,11 @@ class Readings:
 
 
 class BatchReading:
-    """The same for a batch of texts on a device, each sampled in its own way: row b of logits is text b's.
+    """As `Reading`, for a batch of texts on a device, each with sampling parameters of its own: row b of logits is text
+    b's.
 
-    What is recorded over it stays right for all batches of the same `structure`, of which it takes the parameters
-    (`assign`).
+    A recording with this reading is valid for all batches of the same `structure`, whose parameters it takes over with
+    `assign`.
     """
 
     def __init__(self, samplings: Sequence[SamplingParams], vocabulary: Vocabulary, *, trimmed: bool) -> None:
@@ -75,14 +76,15 @@ class BatchReading:
         return self._warp.structure
 
     def bring(self) -> None:
-        """Have everything on the device before operations are recorded there."""
+        """Bring all parameters to the device, before operations are recorded."""
         self._warp.bring()
 
     def assign(self, other: BatchReading) -> None:
         self._warp.assign(other._warp)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """(batch, nodes, the target's vocabulary) to draw from, given logits (batch, nodes, columns of the head)."""
+        """(batch, nodes, the target's vocabulary): distributions to draw from, given logits (batch, nodes, columns of
+        the head)."""
         return drawable(read(self._warp, logits, self._vocabulary, self._columns))
 
 
@@ -92,7 +94,7 @@ def columns_of(vocabulary: Vocabulary, *, trimmed: bool) -> Tensor | None:
 
 
 def read(warp: Warp, logits: Tensor, vocabulary: Vocabulary, columns: Tensor | None) -> Tensor:
-    """(batch, nodes, the target's vocabulary), given logits (batch, nodes, columns of the head)."""
+    """(batch, nodes, the target's vocabulary): distributions, given logits (batch, nodes, columns of the head)."""
     if columns is not None:
         logits = logits[..., columns]
     probs = sound(warp(logits))
@@ -100,8 +102,8 @@ def read(warp: Warp, logits: Tensor, vocabulary: Vocabulary, columns: Tensor | N
 
 
 def sound(probs: Tensor) -> Tensor:
-    """Distributions (…, tokens), where a row that overflowed or lost all its mass becomes uniform: a verifier has to
-    divide by the probability of a drawn token."""
+    """Distributions (…, tokens) in which a row that overflowed or has no mass becomes uniform: a verifier must divide
+    by the probability of a drawn token."""
     masses = probs.sum(dim=-1, keepdim=True)
     good = masses.isfinite() & (masses > 0)
     if probs.device.type == "cpu" and bool(good.all()):

@@ -1,12 +1,13 @@
-"""A draft model by name; and a pack of them, of which each text has the one that fits it.
+"""A draft model by name, or a pack of specialists, one of which is chosen for each text.
 
-A request may say what it is about, or the spec does (`model:PACK,task=code`). Otherwise a bandit chooses, for every
-text by itself, by how much of its drafts is accepted: `control.bandit`. It looks at earlier steps of the same text
-alone, and at no clock, so what a verifier promises of any tree stays true and a seed writes the same text again.
+A request may name its task, or the spec does (`model:PACK,task=code`). Otherwise a bandit (`control.bandit`) chooses
+for every text separately, by how much of each specialist's drafts is accepted. The bandit looks at earlier steps of the
+same text alone, and at no clock, so the guarantees of a verifier for any tree hold and a seed writes the same text
+again.
 
-Every specialist in use is a copy of the weights with a KV cache of its own, and runs as fast as any draft model. The
-first time that one drafts for a text, and when it is chosen again, it reads what it has not read of it. A text that
-names its task pays nothing of this.
+Every specialist in use is a copy of the weights with a KV cache of its own, and runs as fast as any draft model. When a
+specialist drafts for a text for the first time, or is chosen for it again, it first reads the tokens that it has not
+read yet. A text that names its task does not pay for this.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.verify import Verdict, Verdicts
 
 MOST_OPEN = 4
-"""specialists in memory, those used last; more only while texts need them"""
+"""most specialists in memory, those used last; more only while texts need them"""
 
 
 class DraftModel(ModelDrafter):
-    """What `model:…` names: it makes a drafter of one model, or of all specialists of a pack."""
+    """The class behind `model:…`: it makes a drafter of one model, or of all specialists of a pack."""
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -66,20 +67,21 @@ class Specialists(TreeDrafter):
         super().__init__(tree)
         self.tasks = tuple(tasks)
         self._model, self._options = model, options
-        self.recall = ModelDrafter(model, **options).recall  # one memory; wrong options are refused here
+        self.recall = ModelDrafter(model, **options).recall  # shared by all specialists; checks the options too
         self._open: OrderedDict[str, dict[int, ModelDrafter]] = OrderedDict()
-        """task -> its specialist with every tree that is drafted with, by `id`; those used last come last"""
+        """task -> `id` of a tree policy -> the task's specialist with this policy; the tasks used last come last"""
         self._texts: WeakKeyDictionary[SequenceState, str | Bandit] = WeakKeyDictionary()
+        """text -> the task that it names, or the bandit that chooses one"""
         self._readers: dict[str, WeakSet[SequenceState]] = {task: WeakSet() for task in self.tasks}
         """task -> the texts of which its specialist has cached something"""
         self._seen = {task: [0, 0.0] for task in self.tasks}
-        """task -> steps, and what they gave"""
+        """task -> number of steps, and the sum of the accepted shares of the trees' depths"""
         self._rows: dict[str, list[int]] = {}
-        """task -> the texts of the step that is made, by their number, for which its specialist drafts"""
+        """task -> the numbers of the texts of the current step for which its specialist drafts"""
         self._choosers: list[str | Bandit] = []
-        """who chose these specialists, text by text"""
+        """the task or bandit of each text of the current step"""
         self._closed: Counter[int] = Counter()
-        """passes of specialists that are gone, by the `id` of their tree"""
+        """`id` of a tree policy -> passes of specialists that are no longer in memory"""
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
@@ -87,7 +89,7 @@ class Specialists(TreeDrafter):
         self.cost = self._specialist(self.tasks[0]).cost
 
     def with_tree(self, tree: TreePolicy) -> Specialists:
-        """The same specialists with another tree, given one that is bound."""
+        """A drafter with the same specialists and another tree policy, made after `bind`."""
         other = copy.copy(self)
         other.tree, other.draw, other._rows = tree, tree.draw, {}
         return other
@@ -191,14 +193,14 @@ class Specialists(TreeDrafter):
             chooser.record(given)
 
     def _only(self) -> ModelDrafter | None:
-        """The specialist of all texts of this step, if it is that of the next one in any case."""
+        """The specialist of all texts of this step, if it is sure to draft for all of them in the next step too."""
         if len(self._rows) != 1 or not all(isinstance(one, str) or one.stays for one in self._choosers):
             return None
         [task] = self._rows
         return self._specialist(task)
 
     def _by_task(self, sequences: Sequence[SequenceState]) -> dict[str, list[int]]:
-        """The texts, by their number, that each specialist is chosen for."""
+        """task -> the numbers of the texts that its specialist is chosen for."""
         rows: dict[str, list[int]] = {}
         self._choosers = [self._texts.setdefault(sequence, Bandit(len(self.tasks))) for sequence in sequences]
         for row, chooser in enumerate(self._choosers):
@@ -212,7 +214,7 @@ class Specialists(TreeDrafter):
         return [specialist for trees in self._open.values() for specialist in trees.values()]
 
     def _specialist(self, task: str) -> ModelDrafter:
-        """The specialist of a task with the tree of this drafter, loaded if it is not in memory."""
+        """The specialist of a task with the tree policy of this drafter, loaded if it is not in memory."""
         assert self.target is not None, "bind it first"
         trees = self._open.setdefault(task, {})
         self._open.move_to_end(task)

@@ -1,14 +1,14 @@
-"""The tokens that a draft model can propose: its tokens that the target has too.
+"""The tokens that a draft model can propose: those of its tokens that the target has too.
 
-Children are always drawn from a distribution over the target's vocabulary, with 0 on tokens that the draft model cannot
-propose. Any such distribution is lossless, because it is recorded as q.
+Children are always drawn from a distribution over the target's vocabulary, with 0 for tokens that the draft model
+cannot propose. Any such distribution is lossless, because it is recorded as q.
 
 A draft model with another tokenizer drafts over the tokens whose spelling both share (Timor et al., "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
-one computes only the head rows of tokens that the target writes often (Goel et al., "VocabTrim", arXiv 2506.22694;
-FR-Spec, arXiv 2502.14856): counts over text that the target generated choose better than counts over any other text.
-`branchwise calibrate vocab` counts, and stores the counts of each target in the cache. A trained head is trimmed by the
-same counts.
+draft model computes only the head rows of tokens that the target writes often (Goel et al., "VocabTrim", arXiv
+2506.22694; FR-Spec, arXiv 2502.14856): counts over text that the target generated choose better than counts over any
+other text. `branchwise calibrate vocab` counts, and stores the counts of each target in the cache folder. A trained
+head is trimmed by the same counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST_OVERLAP = 0.2
-"""of the smaller vocabulary; with less a draft model could hardly ever propose what the target writes"""
+"""the least share of the smaller vocabulary that must be in both; with less, a draft model could hardly ever propose
+what the target writes"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +39,11 @@ class Vocabulary:
     """Columns of a draft model's logits, and the tokens of the target that they correspond to."""
 
     size: int
-    """of the target's vocabulary"""
+    """size of the target's vocabulary"""
     columns: Tensor
-    """(n,) int64: tokens of the draft model"""
+    """(n,) int64: tokens of the draft model, which are columns of its logits"""
     tokens: Tensor
-    """(n,) int64, ascending: what each is in the target's vocabulary"""
+    """(n,) int64, ascending: the same tokens in the target's vocabulary"""
     own: int
     """size of the draft model's vocabulary"""
     same: bool
@@ -50,7 +51,7 @@ class Vocabulary:
 
     @classmethod
     def shared(cls, size: int, own: int) -> Vocabulary:
-        """Of a target and a draft model with one tokenizer; either may have padded its head."""
+        """The vocabulary of a target and a draft model with the same tokenizer; either may have padded its head."""
         ids = torch.arange(min(size, own))
         return cls(size, ids, ids, own, same=True)
 
@@ -58,7 +59,7 @@ class Vocabulary:
         assert len(self.tokens.unique()) == len(self.tokens), "a token of the target stands for two of the draft model"
 
     def keep(self, wanted: Tensor) -> Vocabulary:
-        """Restricted to these tokens of the target."""
+        """This vocabulary restricted to the `wanted` tokens of the target."""
         kept = torch.isin(self.tokens, wanted.to(self.tokens.device))
         return replace(self, columns=self.columns[kept], tokens=self.tokens[kept])
 
@@ -76,7 +77,7 @@ class Vocabulary:
         return dict(zip(self.tokens.tolist(), self.columns.tolist(), strict=True))
 
     def draft_token(self, token: int) -> int:
-        """The token of the draft model for a token of the target; 0 if there is none."""
+        """The token of the draft model for a token of the target; 0 if it has none."""
         if self.same:
             return token if token < self.own else 0
         return self.draft_of.get(token, 0)
@@ -87,7 +88,8 @@ class Vocabulary:
         return {token: place for place, token in enumerate(self.tokens.tolist())}
 
     def spread(self, probs: Tensor) -> Tensor:
-        """(rows, size): distributions (rows, n) over the tokens that can be proposed, over the whole vocabulary."""
+        """(rows, size): distributions over the target's vocabulary, given those over the tokens that can be proposed,
+        (rows, n)."""
         if self.whole:
             return probs
         return probs.new_zeros(len(probs), self.size).index_copy_(1, self.tokens, probs)
@@ -102,7 +104,7 @@ def common(
         return Vocabulary.shared(size, own)
     spelled = spellings(draft)
     found: dict[int, int] = {}
-    for spelling, token in spellings(target).items():  # the end of a text comes last: it may be spelled alike as well
+    for spelling, token in spellings(target).items():  # "end of text" comes last: an equal spelling has precedence
         if spelling in spelled and token < size and spelled[spelling] < own:
             found.setdefault(token, spelled[spelling])
     overlap = len(found) / min(len(ours), len(theirs))
@@ -116,8 +118,8 @@ def common(
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
-    """The bytes of every token, independent of how its tokenizer writes them -> the token. Special tokens are keyed by
-    their own spelling, and the end-of-text token also by "end of text"."""
+    """The bytes of every token, independent of how its tokenizer writes them -> the token. The key of a special token
+    is its own spelling; the end-of-text token also has the key "end of text"."""
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_tokens) | {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
     byte_level = sum(token.startswith("Ġ") for token in vocabulary) > sum(token.startswith("▁") for token in vocabulary)
@@ -137,7 +139,7 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
-"""the printable character that byte-level tokenizers write for each byte, itself or one from 256 on -> the byte"""
+"""the printable character that byte-level tokenizers write for a byte (itself, or one from 256 on) -> the byte"""
 
 
 def _bytes_of_byte_level(token: str) -> bytes | None:
@@ -146,7 +148,7 @@ def _bytes_of_byte_level(token: str) -> bytes | None:
 
 
 def _bytes_of_pieces(token: str) -> bytes:
-    """As sentencepiece writes them: ▁ for a blank, <0x0A> for a byte."""
+    """The bytes of a token as sentencepiece writes it: ▁ for a blank, <0x0A> for a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
@@ -163,15 +165,15 @@ def table_of(target: TargetInfo) -> Path:
 
 
 def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str], background: Tensor | None = None) -> Path:
-    """Keep how often the target wrote each token (vocabulary,), with a few words about the count; `background` ranks
-    the tokens that it did not write, by other text."""
+    """Store how often the target wrote each token (vocabulary,), with a description of the count; `background` are
+    counts over other text, which rank the tokens that the target did not write."""
     path, others = table_of(target), torch.zeros_like(counts) if background is None else background
     FORMAT.write(path, about, {"counts": counts.long(), "background": others.long()}, parents=True)
     return path
 
 
 def read_counts(target: TargetInfo) -> tuple[Tensor, Tensor]:
-    """What the target wrote, and what other text has."""
+    """The counts over what the target wrote, and over other text."""
     path = table_of(target)
     if not path.exists():
         raise ModelError(f"A trimmed head needs to know which tokens the target writes; {FORMAT.remedy}.")
@@ -182,8 +184,9 @@ def read_counts(target: TargetInfo) -> tuple[Tensor, Tensor]:
 
 
 def ranked_tokens(target: TargetInfo, count: int) -> Tensor:
-    """(at most count,) int64: the tokens that the target writes most; of those it never wrote, first what any text may
-    need, then what other text has most. Tokens that nothing is known of are left out: their numbers say nothing."""
+    """(at most count,) int64: the tokens that the target writes most. Of the tokens that it never wrote, those that any
+    text may need come first (`_basic`), then the most frequent in other text. Tokens without any count are left out:
+    nothing says which of them are frequent."""
     counts, background = read_counts(target)
     if count >= len(counts):
         return torch.arange(len(counts))
@@ -194,12 +197,13 @@ def ranked_tokens(target: TargetInfo, count: int) -> Tensor:
 
 
 def frequent_tokens(target: TargetInfo, count: int) -> Tensor:
-    """The same tokens in ascending order."""
+    """As `ranked_tokens`, in ascending order."""
     return ranked_tokens(target, count).sort().values
 
 
 def kept_places(table: Tensor, first: int | None, trim: int | None, target: TargetInfo) -> Tensor:
-    """Places in the table of a trained head: the first so many, or those of the tokens that the target writes most."""
+    """Places in the table of a trained head: the `first` ones, or with `trim` those of the tokens that the target
+    writes most."""
     if trim is None:
         return torch.arange(len(table))[:first]
     place = torch.full((target.vocabulary,), -1)

@@ -1,1 +1,1 @@
-"""A draft model with several exits, each a smaller model of its own (S2D)."""
+"""A draft model with several exits; the layers up to each exit are a smaller model (S2D)."""

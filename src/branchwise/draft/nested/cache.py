@@ -1,12 +1,13 @@
-"""The KV cache of a nested model: rows that are not as deep as others yet.
+"""The KV cache of a nested model, in which rows may have keys and values of the first layers only.
 
-A pass takes every new node through the first segment, looks at its exit, and takes on those that are not sure enough.
-What a deeper segment needs of earlier rows that left early is computed then, from their states, which lie beside the
-keys and values and move with them; each row also carries how many segments it has seen. So a row is in the end what a
-pass through all layers would have written, whenever it got there.
+A pass takes every new node through the first segment, evaluates its exit, and takes only the nodes that are not sure
+enough through the next segment. If a deeper segment needs an earlier row that left early, it is computed then, from the
+state of the row, which is stored beside the keys and values and moves with them; for each row the cache also stores how
+many segments it has passed. So in the end a row is what a pass through all layers would have written, whenever that
+happens.
 
-Where a node leaves is decided by the distributions after it alone, each of which is decided by the tokens before it:
-nothing that is drawn later, and nothing of other nodes or texts, has a say. So q is the distribution of the exit taken.
+The exit of a node depends only on the distributions at its exits, and these only on the tokens up to the node; not on
+anything drawn later, nor on other nodes or texts. So q is the distribution of the exit taken.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside the rows of a cache."""
+    """Tensors that are stored beside the rows of a cache."""
 
     states: Tensor
-    """(segments - 1, slots, rows, width): after each segment but the last"""
+    """(segments - 1, slots, rows, width): the state of each row after each segment but the last"""
     seen: Tensor
-    """(slots, rows): how many segments a row has seen"""
+    """(slots, rows): how many segments each row has passed"""
 
 
 class NestedKVCache(DraftKVCache):
@@ -49,12 +50,12 @@ class NestedKVCache(DraftKVCache):
         segments: Segments,
         thresholds: Sequence[float],
     ) -> None:
-        """At each exit but the last a node leaves if its most probable token has at least the probability of the
-        threshold there; where that is above 1 nobody looks."""
+        """At each exit but the last, a node leaves if the probability of its most probable token is at least the
+        threshold of the exit; an exit with a threshold above 1 is not evaluated."""
         super().__init__(weights, acquire, token_of)
         self.segments, self.thresholds = segments, (*thresholds, 0.0)
         self.left: Counter[int] = Counter()
-        """nodes by the exit at which they left"""
+        """exit -> number of nodes that left at it"""
         self._beside: WeakKeyDictionary[TransformersTarget, Beside] = WeakKeyDictionary()
 
     def beside(self) -> Beside:
@@ -122,8 +123,8 @@ class NestedKVCache(DraftKVCache):
     def _deeper(
         self, number: int, nodes: Sequence[tuple[int, int]], keys: Sequence[Any], trees: list[TextRows]
     ) -> Tensor:
-        """(nodes, width): states of (text, node) after a segment, for which everything that they attend to is brought
-        that far."""
+        """(nodes, width): states of the nodes (text, node) after segment `number`. All rows that they attend to are
+        brought through this segment first."""
         slots, beside, device = self.slots, self.beside(), self.slots.device
         texts = sorted({text for text, _ in nodes})
         wanted = {text: [node for one, node in nodes if one == text] for text in texts}
@@ -133,7 +134,7 @@ class NestedKVCache(DraftKVCache):
             needed = torch.from_numpy(trees[text].needed(wanted[text])).to(device)
             missing.append(needed[beside.seen[place, needed] <= number].tolist())
         count, ends = max(map(len, missing)), [trees[text].end for text in texts]
-        # Texts with fewer rows are padded with rows behind their own, which mean nothing.
+        # Texts with fewer rows are padded with rows after their own, whose content does not matter.
         filled = [[*rows, *range(end, end + count - len(rows))] for rows, end in zip(missing, ends, strict=True)]
         keys_read = max(max(rows) + 1 for rows in filled)
         laid = [trees[text].laid(rows, wanted[text], keys_read) for text, rows in zip(texts, filled, strict=True)]
@@ -153,15 +154,16 @@ class NestedKVCache(DraftKVCache):
 
 @dataclass(frozen=True)
 class TextRows:
-    """The rows of one text: committed ones, those of its tree so far, and those of the coming pass."""
+    """The rows of one text: the committed ones, those of its tree so far, and those of the coming pass."""
 
     length: int
+    """number of committed rows"""
     before: int
-    """rows of the tree that earlier passes wrote"""
+    """number of rows of the tree that earlier passes wrote"""
     depths: NDArray[np.int64]
-    """(columns,): of the rows behind the committed ones"""
+    """(columns,): the depths of the rows after the committed ones"""
     ancestors: NDArray[np.bool_]
-    """(nodes, columns): which of these each node of the pass sees"""
+    """(nodes, columns): which of these rows each node of the pass attends to"""
 
     @property
     def end(self) -> int:
@@ -178,8 +180,9 @@ class TextRows:
     def laid(
         self, rows: Sequence[int], nodes: Sequence[int], keys: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-        """(rows, keys): what each of these rows sees; and the positions (rows,) and (keys,) of both. Of the tree they
-        are on paths to the nodes: whatever comes before a row on a path to it are its ancestors."""
+        """(rows, keys): which keys each of `rows` attends to; and the positions of the rows (rows,) and the keys
+        (keys,). Every row of the tree is on a path to one of `nodes`: what comes before it on this path are its
+        ancestors."""
         positions = np.arange(keys)
         columns = min(len(self.depths), keys - self.length)
         positions[self.length : self.length + columns] = self.length + self.depths[:columns]
@@ -188,7 +191,7 @@ class TextRows:
             if row < self.length:
                 seen[place, : row + 1] = True
                 continue
-            seen[place, row] = True  # all that a row of padding sees
+            seen[place, row] = True  # a row of padding attends to itself alone
             column = row - self.length
             if row < self.end:
                 path = next((self.ancestors[node] for node in nodes if self.ancestors[node, column]), None)

@@ -1,10 +1,10 @@
-"""A draft model that leaves early where it is sure: `nested:FOLDER[,threshold=…]`.
+"""A draft model in which a node leaves early if the model is sure: `nested:FOLDER[,threshold=…]`.
 
 Kavehzadeh et al., "S2D: Sorted Speculative Decoding", arXiv 2407.01955. One model whose first layers are draft models
-too (`branchwise train nested`) drafts for every target of its tokenizer: a small target lets it leave early, for a
-large one it goes deeper. Where a node leaves decides what runs next, so the host looks at every level. On a GPU that
-takes longer than the layers it saves: there all drafts leave at the exit that is best for the target, which is a draft
-model like any other, unless a threshold is named.
+too (`branchwise train nested`) drafts for every target with its tokenizer: nodes leave early for a small target, and go
+deeper for a large one. The exit of a node decides what runs next, so the host must read the result of every exit. On a
+GPU that takes longer than the saved layers: so all drafts leave at the exit that is best for the target, which makes it
+a draft model like any other, unless a threshold is named.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class NestedDrafter(ModelDrafter):
         trim: int | None = None,
         tree: TreePolicy | None = None,
     ) -> None:
-        """`threshold` is how probable the best token of an exit must be for a draft to leave there; by default what was
-        measured in training and at load decides. The rest is as for `model`."""
+        """`threshold` is the least probability of the best token of an exit with which a draft leaves at the exit; by
+        default measurements from training and at load decide. The other options are those of `model`."""
         super().__init__(model, temperature, top_k, trim, tree=tree)
         if threshold is not None and not 0 <= threshold <= 1:
             raise UsageError(f"A threshold is a probability, such as threshold=0.5, not {threshold}.")
@@ -58,7 +58,7 @@ class NestedDrafter(ModelDrafter):
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
-        self._refuse_hidden()  # a tree may ask for them once it knows its draft model
+        self._refuse_hidden()  # again: a tree may ask for hidden states once it knows its draft model
         if self.only is None and self.ladder.cost is not None:
             self.cost = self.ladder.cost
 
@@ -67,7 +67,7 @@ class NestedDrafter(ModelDrafter):
         self.exits = self._checked(whole)
         self._samples = self._measured()
         self.only: int | None = None
-        """layers after which all drafts leave; None where each leaves when it is sure"""
+        """number of layers after which all drafts leave; None if each leaves when the model is sure"""
         if target.execution.kernels and self.threshold is None:
             self.only = self._best_for(target, whole)
             return whole.first_layers(self.only)
@@ -88,7 +88,7 @@ class NestedDrafter(ModelDrafter):
         return None if isinstance(given, Weights) else read_samples(local_folder(given), self.exits)
 
     def _best_for(self, target: TargetInfo, whole: Weights) -> int:
-        """The exit that is best for all drafts; all layers if nothing was measured."""
+        """The number of layers after which all drafts had best leave; all layers if nothing was measured."""
         from branchwise.backends.transformers.runner import bytes_read  # transformers takes seconds to import
 
         if self._samples is None:
@@ -118,7 +118,8 @@ class NestedDrafter(ModelDrafter):
         if self.threshold is not None or self._samples is None:
             return fixed_ladder(len(self.exits), USUAL if self.threshold is None else self.threshold)
         assert self.target is not None
-        # A pass of the target was not timed yet: bytes say what the whole draft model costs, clocks what its parts do.
+        # No pass of the target was timed yet. So the bytes that it reads give the cost of the whole draft model, and
+        # the measured times give the shares of its parts.
         whole = self._share(self.target)
         *segments, head = (whole * part / sum(seconds) for part in seconds)
         return best_ladder(self._samples, segments, head)

@@ -1,9 +1,9 @@
-"""Where a draft leaves a nested model: how sure an exit must be.
+"""The thresholds of a nested model: how sure an exit must be for a draft to leave at it.
 
-A threshold of 0.5 is the paper's. Better ones are found from two measurements: what a pass to each exit takes on this
-machine, and for places of held-out texts how sure each exit was and how likely its draft would have been accepted
-(`exits.json`, written by `branchwise train nested`). They are chosen before anything is drafted. Where a host must not
-look between two levels, one exit is chosen for all drafts by the same measurements.
+A threshold of 0.5 is the paper's. Better thresholds are found from two measurements: how long a pass to each exit takes
+on this machine, and for positions of held-out texts how sure each exit was and how likely its draft would have been
+accepted (`exits.json`, written by `branchwise train nested`). They are chosen before anything is drafted. On a device,
+where the host must not wait between two levels, one exit is chosen for all drafts by the same measurements.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from branchwise.errors import ModelError
 
 USUAL = 0.5
 NEVER = 2.0
-"""the threshold of an exit at which nobody looks"""
+"""the threshold of an exit that is not evaluated"""
 TRIED = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, NEVER)
+"""thresholds that are tried at every exit"""
 DEPTH = 5
-"""tokens of the chain for which thresholds are best"""
+"""length of the chain for which thresholds are chosen"""
 FILE = "exits.json"
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Thresholds for all exits but the last, and what is expected of them."""
+    """Thresholds for all exits but the last, and the results that are expected with them."""
 
     thresholds: tuple[float, ...]
     cost: float | None = None
-    """of a drafted token, as a share of a pass of the target"""
+    """expected cost of a drafted token, as a share of a pass of the target"""
     acceptance: float | None = None
+    """expected probability that a drafted token is accepted"""
     shares: tuple[float, ...] = ()
-    """of the tokens, by the exit at which they leave"""
+    """expected share of the drafted tokens that leave at each exit"""
 
 
 def read_samples(folder: Path | None, exits: Sequence[int]) -> NDArray[np.float64] | None:
-    """(places, 2, exits): how sure each exit was, and its acceptance; None where nothing was measured."""
+    """(places, 2, exits): how sure each exit was, and its acceptance; None if nothing was measured."""
     if folder is None or not (folder / FILE).is_file():
         return None
     try:
@@ -59,9 +61,9 @@ def fixed_ladder(exits: int, threshold: float) -> Ladder:
 
 
 def best_ladder(samples: NDArray[np.float64], segments: Sequence[float], head: float, depth: int = DEPTH) -> Ladder:
-    """The thresholds with the most tokens in the time of a pass of the target, for a chain of this depth.
+    """The thresholds with the most expected tokens in the time of a pass of the target, for a chain of this depth.
 
-    `segments` and `head` are shares of such a pass.
+    `segments` and `head` are the costs of each segment and of the head, as shares of a pass of the target.
     """
     worth, found = -1.0, fixed_ladder(len(segments), NEVER)
     for thresholds in itertools.product(TRIED, repeat=len(segments) - 1):
@@ -74,23 +76,24 @@ def best_ladder(samples: NDArray[np.float64], segments: Sequence[float], head: f
 
 
 def best_exit(samples: NDArray[np.float64], costs: Sequence[float], depth: int = DEPTH) -> int:
-    """The number of the exit with the most tokens in the time of a pass of the target, if all drafts leave there.
+    """The index of the exit with the most expected tokens in the time of a pass of the target, if all drafts leave at
+    it.
 
-    `costs` are those of a drafted token by exit, as shares of such a pass.
+    `costs` are those of a drafted token by exit, as shares of a pass of the target.
     """
     accepted = samples[:, 1].mean(axis=0)
     return max(range(len(costs)), key=lambda number: _speed(accepted[number], costs[number], depth))
 
 
 def _speed(acceptance: float, cost: float, depth: int) -> float:
-    """Tokens in the time of a pass of the target, in a chain of this depth."""
+    """Expected tokens in the time of a pass of the target, for a chain of this depth."""
     return sum(acceptance**level for level in range(depth + 1)) / (1 + depth * cost)
 
 
 def expected(
     samples: NDArray[np.float64], segments: Sequence[float], head: float, thresholds: Sequence[float]
 ) -> Ladder:
-    """What these thresholds would have done at the places of the samples."""
+    """The ladder of these thresholds, with what it would have cost and gained at the places of the samples."""
     sure, accepted = samples[:, 0], samples[:, 1]
     left = np.ones(len(sure), dtype=bool)
     cost = acceptance = 0.0

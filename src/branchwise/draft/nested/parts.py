@@ -1,5 +1,5 @@
-"""The parts of a decoder of transformers: its layers, the norm between the last of them and the head, and what is left
-of it with some of its layers."""
+"""The parts of a transformers decoder: its layers, the norm between the last layer and the head, and copies with fewer
+layers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def norm_of(model: Any) -> tuple[str, nn.Module]:
 
 
 def exits_of(config: Any) -> tuple[int, ...]:
-    """Numbers of layers after which a draft may leave, as the config of a nested model says; none for others."""
+    """The numbers of layers after which a draft may leave, from the config of a nested model; empty for other
+    models."""
     return tuple(config.get_text_config().to_dict().get("exits") or ())
 
 
 def first_layers(model: Any, count: int) -> Any:
-    """The same model with its first layers alone, its embeddings, norm and head; no weight is copied."""
+    """The same model with its first `count` layers only, and its embeddings, norm and head; no weight is copied."""
     name, _ = layers_of(model)
     *path, last = name.split(".")
     found = part = shallow(model)
@@ -52,14 +53,14 @@ def first_layers(model: Any, count: int) -> Any:
 
 
 def shallow(module: Any) -> Any:
-    """A copy that shares its children and may be given others."""
+    """A copy that shares its children, but can replace them without changing the original."""
     found = copy.copy(module)
-    found._modules = dict(module._modules)  # a copy shares what its modules are kept in
+    found._modules = dict(module._modules)  # `copy.copy` shares the dict of children
     return found
 
 
 def config_of_layers(config: Any, first: int, last: int) -> Any:
-    """The config of a model with these layers alone."""
+    """The config of a model with the layers from `first` to before `last` only."""
     found = copy.deepcopy(config)
     text = found.get_text_config()
     text.num_hidden_layers = last - first

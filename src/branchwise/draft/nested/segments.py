@@ -1,7 +1,7 @@
-"""A model cut into segments at its exits: what a shallow pass has found, a deeper one goes on from.
+"""A model cut into segments at its exits: a deeper pass continues from the states of a shallower one.
 
-A segment is the model's own class with some of its layers and none of its weights copied, so whatever the class does
-around its layers (masks, positions) it does for every segment. An exit is the norm and the head after a segment.
+A segment is the model's own class with some of its layers and no weight copied, so whatever the class does around its
+layers (masks, positions) it does for every segment too. An exit is the norm and the head after a segment.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
 TOLERANCE, ROUNDED = 0.01, 0.05
-"""of the size of all logits, within which the segments together are the model, in float32 and in 16 bits: attention
-rounds otherwise there. Six layers of SmolLM2 that have learned nothing are off by 0.015 on a CPU"""
+"""The largest allowed distance between the logits of the segments together and those of the model, as a share of the
+norm of the latter: in float32, and in 16 bits, where attention rounds differently. Six untrained layers of SmolLM2 are
+off by 0.015 on a CPU."""
 TOKENS = 4
-"""of the text on which this is seen"""
+"""Length of the text on which this is checked."""
 TRIALS = 3
+"""Number of timed passes, of which the fastest counts."""
 
 
 class Segments:
@@ -41,7 +43,8 @@ class Segments:
         ]
 
     def run(self, number: int, given: Tensor, positions: Tensor, slots: TransformersTarget) -> Tensor:
-        """(batch, nodes, width): states after a segment, given tokens (batch, nodes), or the states before it."""
+        """(batch, nodes, width): states after a segment, given tokens (batch, nodes) or the states before the
+        segment."""
         body, runner = self._bodies[number], slots.runner
         kind = "inputs_embeds" if given.is_floating_point() else "input_ids"
         with runner.passing():
@@ -52,14 +55,14 @@ class Segments:
         return found
 
     def logits(self, states: Tensor, slots: TransformersTarget) -> Tensor:
-        """What an exit finds in states (…, width)."""
+        """(…, vocabulary): the logits of an exit, given states (…, width)."""
         with slots.runner.passing():
             found: Tensor = self.model.get_output_embeddings()(self._norm(states))
         return found
 
     def tried(self, slots: TransformersTarget) -> list[float]:
-        """Seconds of each segment for one token and, last, of the head. A model that its segments do not make up is
-        refused."""
+        """Seconds of each segment for one token and, last, of the head. A model whose segments together do not compute
+        the same logits is refused."""
         store, key, device = slots.store, SequenceState([0]), slots.device
         tokens = torch.arange(TOKENS, device=device)[None] % slots.info.vocabulary
         store.open(key)
@@ -107,7 +110,7 @@ def _now(device: torch.device) -> float:
 
 
 def _cut(body: Any, layers: str, norm: str, first: int, last: int) -> Any:
-    """The same module with some of its layers, and nothing after them."""
+    """The same module with the layers from `first` to before `last` only, and nothing after them."""
     part = shallow(body)
     part.config = config_of_layers(body.config, first, last)
     part._modules[layers] = nn.ModuleList(body._modules[layers][first:last])

@@ -1,1 +1,1 @@
-"""Token Recycling: the adjacency table of what the target found likely."""
+"""Token Recycling: an adjacency table of the tokens that the target found probable after each token."""

@@ -1,8 +1,8 @@
-"""The adjacency table that `recycle` learns, for every token its most probable successors, and paths drawn from it.
+"""The adjacency table that `recycle` learns, with the most probable successors of every token, and paths drawn from it.
 
-On a device a kernel (`paths_kernel.py`) draws all paths of all texts, with one wait for the device: one copy uploads
+On a device a kernel (`paths_kernel.py`) draws all paths of all texts, and the host waits only once: one copy uploads
 the roots and seeds, one copy downloads what was drawn, and the kernel writes q. With the same table and the same seed
-these are the tokens, the nodes and the distributions of the host, `Paths.grow` over `SparseProbs`, number for number.
+tokens, nodes and distributions equal, number for number, those of the host (`Paths.grow` over `SparseProbs`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from branchwise.draft.sparse import flaw_of
 
 Halves = NDArray[np.float16]
 PADDING, REJECTED, ACCEPTED = range(3)
-"""what becomes of a node that the table learns from"""
+"""marks of nodes that the table may learn from: padding, or whether the verifier accepted the node"""
 HALF_DOWN = 1 - 2.0**-11
-"""times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
+"""a factor: a mass times this never grows if it is rounded to float16, so that a row never sums to more than 1"""
 MOST_READ = 1024
-"""rows that are cached as they were read"""
+"""most rows that are cached as lists of candidates"""
 FIELDS = 4
-"""numbers of a text: its root, its seed, the position of the root, and whether it is greedy"""
+"""number of integers that describe a text: its root, its seed, the position of the root, and whether it is greedy"""
 MOST_PATHS = 64
-"""that one program of the kernel holds"""
+"""most paths that one program of the kernel holds"""
 
 
 class AdjacencyTable:
-    """For every token of a vocabulary its successors, best first, and how probable they were on average.
+    """For every token of a vocabulary its successors, best first, and their average probabilities.
 
     8 successors of 49,152 tokens are 1.6 MB of tokens (int32), and the probabilities (float16) add 0.8 MB. An entry
     with probability 0 is empty.
@@ -53,7 +53,7 @@ class AdjacencyTable:
         # Views of the same memory: reading a row of an array costs less than reading a row of a tensor.
         self._arrays = (self.tokens.numpy(), self.masses.numpy()) if self.tokens.device.type == "cpu" else None
         self._read: dict[int, list[Candidate]] = {}
-        """rows as they were read, until they are written again: trees of one text visit the same tokens"""
+        """token -> its row as candidates, until the row is written again: trees of one text visit the same tokens"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -74,7 +74,7 @@ class AdjacencyTable:
         return row
 
     def mix(self, probs: dict[int, int], found: HostTopTokens | ReportedTopTokens, rate: float) -> None:
-        """Average new distributions into the rows of tokens: token -> row of what was found."""
+        """Average new distributions into the rows of tokens; `probs` maps a token to its row in `found`."""
         assert self._arrays is not None, "this table is on a device"
         tokens, masses = self._arrays
         keys = list(probs)
@@ -83,7 +83,7 @@ class AdjacencyTable:
             self._read.pop(key, None)
 
     def forget_read(self) -> None:
-        """Drop cached rows: the device has changed some, and does not report which."""
+        """Drop the cached rows: the device has changed some, and does not report which."""
         self._read.clear()
 
     def put(self, tensors: dict[str, Tensor]) -> None:
@@ -104,10 +104,10 @@ class AdjacencyTable:
 def averaged(
     tokens: Ints, masses: Halves, found: HostTopTokens | ReportedTopTokens, rows: list[int], rate: float
 ) -> tuple[Ints, Halves]:
-    """Rows of a table, with row rows[i] of what was found averaged into row i.
+    """Rows of a table, with row rows[i] of `found` averaged into row i.
 
-    The new distribution is looked up exactly for all tokens that a row holds; a token that is new to the row counts as
-    if its probability had been 0 so far. The best tokens stay.
+    For all tokens that a row holds, their exact probability in the new distribution is averaged in. A token that is new
+    to the row counts as if its probability had been 0 so far. The best tokens stay.
     """
     old, before = tokens.astype(np.int64), masses.astype(np.float32)
     held = before > 0
@@ -123,14 +123,14 @@ def averaged(
 
 
 class DevicePaths:
-    """The paths of a policy over a table, whose tokens and masses (vocabulary, width) are on a device."""
+    """Draws the paths of a policy from a table whose tokens and masses (vocabulary, width) are on a device."""
 
     def __init__(
         self, policy: Paths, tokens: Tensor, masses: Tensor, target: TargetInfo, draw: Callable[..., Tensor]
     ) -> None:
         """`draw` is `draw_paths` of the kernels."""
         self.policy = policy
-        # No longer than the nodes that a pass may score.
+        # A path is no longer than a pass has nodes to score.
         length = max(policy.within(Budget(target.max_nodes, policy.length)), 1)
         rows = PadShape.for_paths(policy.count, length).inner
         self._q = torch.zeros(0, rows, len(tokens), device=tokens.device)
@@ -148,7 +148,7 @@ class DevicePaths:
 
     def _drawn(self, sequences: Sequence[SequenceState]) -> Tensor:
         """(texts, paths, levels, 2): tokens and nodes on the device; the kernel also writes q."""
-        size = fitting(len(sequences), BATCHES)  # few sizes, each of which is recorded
+        size = fitting(len(sequences), BATCHES)  # one of a few sizes, each of which is recorded
         if size not in self._inputs:
             self._inputs[size] = PinnedBuffer(size * FIELDS, self._q.device, torch.int64)
         if len(self._q) < size:

@@ -1,10 +1,10 @@
-"""Token Recycling: tokens that the target once found probable after a token are proposed after it again.
+"""Token Recycling: tokens that the target found probable after a token are proposed after the same token again.
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (arXiv
 2408.08696). A pass over a tree computes distributions for all its nodes, and most of them are discarded with the nodes.
-The drafter keeps the best successors of every token in a table, also those after rejected tokens. Unlike the paper's,
-the table starts with the prompt, and keeps running averages of the model's probabilities at temperature 1, so that a
-tree can grow where they are high.
+The drafter keeps the best successors of every token in a table, rejected tokens included. Unlike the paper's table,
+this one learns from the prompt first, and keeps running averages of the model's probabilities at temperature 1, so that
+a tree can grow where they are high.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
 
 PREFILL = 128
-"""distributions of a prompt that are learned from, the last ones"""
+"""number of distributions of a prompt that are learned from, the last ones"""
 MOST_PARTS = 256
+"""most shapes of smaller trees whose indices are kept on the device"""
 MOST_WIDTH = 16
-"""successors of a token that the kernels find, one after the other"""
+"""most successors of a token that the kernels are used for: they find them one after the other"""
 
 
 class Recycle(LookupDrafter, LearningDrafter):
     """`recycle:k=8,rate=0.5,rows=16`: a table of k successors for every token.
 
-    A new distribution counts `rate` in the average, and wholly if its token is seen for the first time. On the host a
+    A new distribution has the weight `rate` in the average, or 1 if its token is seen for the first time. On the host a
     step learns from at most `rows` nodes of a text: the end of the accepted path, then rejected nodes level by level,
-    whose tokens are often written soon.
+    because their tokens are often written soon.
 
-    On a device with kernels the table is on the device: it learns from all nodes, and nothing is read back. The tokens
-    of a tree of ranks are looked up on the device, and paths are drawn on it (`DevicePaths`). Other trees are laid
-    on the host, with the table on the host; the device then reports the best tokens after each node.
+    On a device with kernels the table is on the device if the policy is a tree of ranks, whose tokens are looked up on
+    the device, or paths, which are drawn on it (`DevicePaths`). The table then learns from all nodes, and nothing is
+    read back. Other trees are laid on the host, with the table on the host; the device then reports the best tokens
+    after each node.
     """
 
     name = "recycle"
@@ -67,14 +69,14 @@ class Recycle(LookupDrafter, LearningDrafter):
         self._table: AdjacencyTable | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
         self._whole: Topology | None = None
-        """the largest tree that is looked up"""
+        """shape of the largest tree that is looked up"""
         self._paths: DevicePaths | None = None
         self._parts: dict[Topology, Tensor] = {}  # indices of the nodes of a smaller tree in the whole, on the device
         self._roots: dict[int, PinnedBuffer] = {}  # by the number of texts
         self._ahead: Tensor | None = None
-        """whole trees below the tokens of the last verdicts"""
+        """(texts, nodes): tokens of whole trees below the tokens of the last verdicts"""
         self._expected: list[tuple[SequenceState, int]] = []
-        """the text of each of these trees, and its root"""
+        """the text of each of these trees, and its expected root"""
         self._next: list[DraftTree] | None = None
         """the same trees, cut to budgets"""
 
@@ -101,7 +103,7 @@ class Recycle(LookupDrafter, LearningDrafter):
             self._move_to(*wanted)
 
     def _move_to(self, vocabulary: int, width: int, place: torch.device) -> None:
-        """Create the table on this device; what was learned stays if it fits."""
+        """Create the table on a device, with what was learned so far if it fits."""
         known, self._table = self._table, AdjacencyTable(vocabulary, width, place)
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
@@ -152,7 +154,7 @@ class Recycle(LookupDrafter, LearningDrafter):
         return self._next
 
     def _within(self, found: Tensor, budgets: Sequence[Budget]) -> list[DraftTree]:
-        """Trees (at least as many as budgets, nodes) that were looked up, cut to budgets."""
+        """Trees of the tokens `found` (at least as many texts as budgets, nodes), cut to budgets."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         self.tree.begin_batch(len(budgets), self.target)
         shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
@@ -161,8 +163,8 @@ class Recycle(LookupDrafter, LearningDrafter):
 
     def looked_up(self, roots: list[int]) -> Tensor:
         """(roots, nodes): the tokens of whole trees, without waiting for the device; the next call overwrites them.
-        Tokens below an empty row are arbitrary, and are verified like all others."""
-        size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
+        Tokens after a token with an empty row are arbitrary, and are verified like all others."""
+        size = fitting(len(roots), BATCHES)  # one of a few sizes, each of which is recorded
         if size not in self._roots:
             self._roots[size] = PinnedBuffer(size, self.table.tokens.device)
         buffer = self._roots[size]
@@ -179,7 +181,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         return found
 
     def _part(self, whole: Tensor, shape: Topology) -> Tensor:
-        """(nodes,): the tokens of a smaller tree, gathered from a whole one: look-ups are recorded for one shape."""
+        """(nodes,): the tokens of a smaller tree, gathered from a whole one: look-ups are recorded for one shape
+        only."""
         assert self._whole is not None, "nothing was looked up"
         if shape is self._whole:
             return whole
@@ -206,7 +209,7 @@ class Recycle(LookupDrafter, LearningDrafter):
 
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         """Enqueue learning from all nodes and the look-up of the next trees, before the host reads the verdict."""
-        # An interrupted step leaves no trees behind.
+        # After an interrupted step no trees may be left.
         self._ahead = self._next = None
         self._expected = []
         if not self.on_device:
@@ -238,7 +241,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         self.table.put(tensors)
 
     def _learn_in_turn(self, tokens: list[int], found: HostTopTokens | ReportedTopTokens) -> None:
-        """Average the distributions after tokens into the table, in order; each turn has every token at most once."""
+        """Average the distributions after tokens into the table, in their order: in several turns, each of which has
+        every token at most once."""
         turns: list[dict[int, int]] = []  # token -> row
         for row, token in enumerate(tokens):
             turn = next((turn for turn in turns if token not in turn), None)
@@ -249,7 +253,7 @@ class Recycle(LookupDrafter, LearningDrafter):
             self.table.mix(turn, found, self.rate)
 
     def _nodes(self, logits: Tensor) -> ScoredNodes:
-        """The trees that were drafted last, padded like a pass over them."""
+        """The nodes of the trees that were drafted last, padded like the pass over them."""
         batch, nodes, _ = logits.shape
         rows = [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -262,7 +266,7 @@ class Recycle(LookupDrafter, LearningDrafter):
 
     @property
     def _kernels(self) -> Any:
-        from branchwise.draft.recycle import kernels  # Triton is installed only where there is a CUDA device
+        from branchwise.draft.recycle import kernels  # Triton is installed only on machines with a CUDA device
 
         return kernels
 
@@ -286,7 +290,7 @@ def learn_judged(
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
-    """The nodes to learn from on the host: some rejected ones, then the end of the accepted path."""
+    """The nodes to learn from on the host, at most `most`: some rejected ones, then the end of the accepted path."""
     path = path[-most:]
     others = [node for node in range(1, len(tree)) if node not in path]
     return [*others[: most - len(path)], *path]

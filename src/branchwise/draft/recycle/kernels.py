@@ -1,12 +1,12 @@
 """The adjacency table as Triton kernels: two to learn from all nodes of a pass, one to look up whole trees.
 
 `learn_marked` and `walk` of `tests/device_twins.py` are the same in torch. A tournament finds the best tokens of a row
-while it is read, as in topk.py: a program reads part of a row in blocks, a block is cut into groups of a few adjacent
-tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. A value
-and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token wins:
-the result depends neither on how a row is cut nor on the order of programs.
+while the row is read, as in topk.py: a program reads part of a row in blocks, a block is cut into groups of a few
+adjacent tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. A
+value and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token
+wins: the result depends neither on how a row is cut nor on the order of programs.
 
-This module is imported only if there is a CUDA device, and by tests, which run it in Triton's interpreter.
+This module is imported only if the machine has a CUDA device, and by tests, which run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -31,34 +31,34 @@ ACCEPTED = tl.constexpr(adjacency.ACCEPTED)
 HALF_DOWN = tl.constexpr(adjacency.HALF_DOWN)
 
 LAST = tl.constexpr((1 << 31) - 1)
-"""no token"""
+"""the number that stands for no token"""
 NOTHING = tl.constexpr((-(1 << 31) + (1 << 23) - 1) << 32)
-"""what `_key` makes of minus infinity and no token: below that of every other number"""
+"""the `_key` of minus infinity and no token: less than the key of every other number"""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""what exponents are taken against where all logits are minus infinity; finite, so that differences are numbers"""
+"""the number that logits are compared with if all of them are minus infinity; finite, so that differences are no NaN"""
 GROUP = tl.constexpr(8)
-"""tokens of a group: 16 bytes of bfloat16, which a thread reads with one load"""
+"""number of tokens of a group: 16 bytes of bfloat16, which a thread reads with one load"""
 LOADS = tl.constexpr(8)
-"""of a thread in a block, all of them under way together"""
+"""number of loads of a thread in a block, all of them in flight together"""
 
 
 class Tiling(NamedTuple):
-    """How a row is cut into programs; all of it is free to choose, none of it changes the result."""
+    """How a row is cut into programs. Any choice gives the same result."""
 
     lanes: int
-    """threads that read a block, a power of two: with all their loads at least as many groups as successors"""
+    """number of threads that read a block, a power of two; lanes * LOADS must be at least the number of successors"""
     blocks: int
-    """that a program reads one after the other"""
+    """number of blocks that a program reads one after the other"""
 
     @property
     def tokens(self) -> int:
-        """that a program reads"""
+        """The number of tokens that a program reads."""
         return int(self.blocks * self.lanes * LOADS.value * GROUP.value)
 
 
 def tiling(rows: int, vocabulary: int, k: int, programs: int = 528) -> Tiling:
-    """For so many rows. 528 programs are four for every multiprocessor of an H200; with more of them there is more to
-    merge, and with more than 8 blocks each would read too much again."""
+    """The tiling of `rows` rows. 528 programs are four for every multiprocessor of an H200. With more programs there
+    would be more to merge; with more than 8 blocks each program would read too much again."""
     groups = max(triton.cdiv(vocabulary, GROUP.value), k)
     one = Tiling(min(128, triton.next_power_of_2(triton.cdiv(groups, LOADS.value))), blocks=1)
     blocks = triton.cdiv(vocabulary, one.tokens)
@@ -79,8 +79,8 @@ def learn_marked(
     rate: float,
     tiles: Tiling | None = None,
 ) -> None:
-    """Learn from tokens, distributions and marks (batch, nodes). Of several nodes with one token only the last writes,
-    where accepted nodes count after rejected ones."""
+    """Learn from tokens, logits and marks (batch, nodes). Of several nodes with the same token only the last writes;
+    accepted nodes count as later than rejected ones."""
     batch, nodes, vocabulary = logits.shape
     rows, k = batch * nodes, table.shape[1]
     assert tokens.shape == marks.shape == (batch, nodes), "tokens, distributions and marks do not belong together"
@@ -114,7 +114,7 @@ def _peaks(
     logit_text, logit_node, mark_text, mark_node, vocabulary, nodes, blocks,
     k: tl.constexpr, block_k: tl.constexpr, lanes: tl.constexpr, stripe: tl.constexpr,
 ):  # fmt: skip
-    """The k best tokens in one part of a row, best first, its highest logit, and the sum of exponentials against it."""
+    """The k best tokens in one part of a row, best first, its highest logit, and the sum of exp(logit - highest)."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     text, node = (row // nodes).to(tl.int64), (row % nodes).to(tl.int64)
     if tl.load(marks + text * mark_text + node * mark_node) == PADDING:
@@ -122,11 +122,11 @@ def _peaks(
     logits += text * logit_text + node * logit_node
     block_tokens: tl.constexpr = LOADS * lanes * GROUP
     first = part * blocks * block_tokens
-    # A stripe is what one group of every block holds, and has its own winner. A thread has its own sum, so that nobody
-    # waits for another while the row is read.
+    # A stripe is the groups at one place of every block, and has one winner. Every thread has its own sum, so that no
+    # thread waits for another while the row is read.
     best = tl.full([LOADS, lanes], float("-inf"), tl.float32)
     group = (tl.arange(0, LOADS)[:, None] * lanes + tl.arange(0, lanes)[None, :]) * GROUP
-    start = first + group  # of the group in which the best of a stripe came first
+    start = first + group  # first token of the group that holds the winner of each stripe
     top = tl.full([lanes], float("-inf"), tl.float32)
     sums = tl.zeros([lanes], tl.float32)
     for block in range(blocks):
@@ -149,7 +149,7 @@ def _peaks(
 
     winners = _best(tl.reshape(_key(best, start), [LOADS * lanes]), k, block_k)
     rank, step = tl.arange(0, block_k), tl.arange(0, stripe)
-    stripes = first + (_token(winners) - first) % block_tokens  # where they begin in the first block
+    stripes = first + (_token(winners) - first) % block_tokens  # first token of each winning stripe, in the first block
     token = stripes[:, None] + (step // GROUP * block_tokens + step % GROUP)[None, :]
     real = (rank < k)[:, None] & (step < blocks * GROUP)[None, :] & (token < vocabulary)
     value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32)
@@ -163,7 +163,7 @@ def _average(
     token_text, token_node, logit_text, logit_node, mark_text, mark_node, rows, nodes, parts, rate,
     k: tl.constexpr, block_k: tl.constexpr, block_parts: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
-    """The distribution of one node averaged into the row of its token, unless a later node has the same token."""
+    """Average the distribution after one node into the row of its token, unless a later node has the same token."""
     row = tl.program_id(0)
     text, node = (row // nodes).to(tl.int64), (row % nodes).to(tl.int64)
     mark = tl.load(marks + text * mark_text + node * mark_node)
@@ -180,13 +180,13 @@ def _average(
         its_turn = other + tl.where(its_mark == ACCEPTED, rows, 0)
         later |= ((its_mark != PADDING) & (its_key == key) & (its_turn > turn)).to(tl.int32)
     if tl.max(later, 0) == 0:
-        # The distribution: what its parts found, and the sum over all of them.
+        # Merge the parts of the distribution: their best tokens, and the sum over all of them.
         line, part = row.to(tl.int64) * parts, tl.arange(0, block_parts)
         tops = tl.load(highest + line + part, mask=part < parts, other=float("-inf"))
         sums = tl.load(total + line + part, mask=part < parts, other=0.0)
         against = tl.max(tops, 0)
         everything = tl.sum(sums * tl.exp(tops - against), 0)
-        some = everything > 0  # not of NaN, as where no token is possible: such a distribution leaves the row empty
+        some = everything > 0  # False for NaN, if no token is possible: such a distribution leaves the row empty
         everything = tl.where(some, everything, 1.0)
         entry = tl.arange(0, block_parts * block_k)
         keys = tl.load(found + line * block_k + entry, mask=entry < parts * block_k, other=NOTHING)
@@ -215,9 +215,9 @@ def _average(
 
 @triton.jit
 def _key(value, token):
-    """A number and its token as one: in the order of the numbers, and of equal ones the lower token above."""
+    """A number and its token as one integer: larger for a larger number, and of equal numbers for the lower token."""
     bits = value.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & LAST)  # the bits of negative numbers run backwards
+    order = bits ^ ((bits >> 31) & LAST)  # the bits of negative floats sort in reverse
     return (order.to(tl.int64) << 32) | (token ^ LAST).to(tl.int64)
 
 
@@ -234,7 +234,7 @@ def _value(key):
 
 @triton.jit
 def _best(keys, k: tl.constexpr, block_k: tl.constexpr):
-    """(block_k,): the k best of some keys, best first, and nothing behind them."""
+    """(block_k,): the k best of some keys, best first, then NOTHING."""
     rank = tl.arange(0, block_k)
     best = tl.full([block_k], NOTHING, tl.int64)
     for turn in range(k):

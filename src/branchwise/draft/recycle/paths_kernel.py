@@ -1,7 +1,7 @@
 """Paths drawn on a device, as a Triton kernel: one program for all paths of a text, from the root to the last level.
 
 `draw_paths` of `tests/device_twins.py` is the same in torch, some eighty small operations a level. This module is
-imported only if there is a CUDA device, and by tests, which run it in Triton's interpreter.
+imported only if the machine has a CUDA device, and by tests, which run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -19,20 +19,20 @@ from branchwise.draft import sampler
 
 BLOCK = tl.constexpr(rows.BLOCK)
 STREAM = tl.constexpr(sampler.PICKS)
-"""where the draws of `SeededSampler` begin"""
+"""the random stream of the independent draws of `SeededSampler`"""
 
 
 def draw_paths(
     table: Tensor, masses: Tensor, texts: Tensor, q: Tensor, *, count: int, length: int, common: int
 ) -> Tensor:
-    """(texts, count, length, 2) int64: the tokens of paths and the nodes that they become, -1 if the root has no row.
+    """(texts, count, length, 2) int64: the tokens of paths and their nodes in the tree, -1 if the root's row is empty.
 
     `table` and `masses` (vocabulary, width) are the successors of every token, best first; `texts` (texts, 4) are root,
     seed, position of the root and whether the text is greedy. `q` (texts, rows, vocabulary) is overwritten with the
-    distributions after the nodes.
+    distributions after the nodes. Paths share their draws in the first `common` levels.
 
-    The distribution after a token is its row; if the row is empty, the distribution before it stays. Nodes are numbered
-    level by level: children of one parent in a row, in the order in which paths first reach them.
+    The distribution after a token is its row; if the row is empty, that of the token before it is used again. Nodes are
+    numbered level by level: children of one parent one after the other, in the order in which paths first reach them.
     """
     batch, rows, vocabulary = q.shape
     width = table.shape[1]
@@ -56,7 +56,7 @@ def _draw(
     count: tl.constexpr, length: tl.constexpr, common: tl.constexpr, width: tl.constexpr,
     block_paths: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
-    """All paths of one text. A block may have more paths than are wanted: they are drawn too, and not stored."""
+    """All paths of one text. A block may hold more than `count` paths: the others are drawn too, but not stored."""
     text = tl.program_id(0).to(tl.int64)
     path = tl.arange(0, block_paths).to(tl.int64)
     place = tl.arange(0, block_width).to(tl.int64)  # among successors
@@ -100,7 +100,7 @@ def _draw(
 
 @triton.jit
 def _held(masses, tokens, place, width: tl.constexpr):
-    """Which tokens have a row that is not empty."""
+    """Whether each token has a row that is not empty."""
     row = tl.load(masses + tokens[:, None] * width + place[None, :], mask=(place < width)[None, :], other=0.0)
     return tl.max((row.to(tl.float32) > 0).to(tl.int32), 1) > 0
 
@@ -121,7 +121,7 @@ def _race(table, masses, probs, total, tokens, likely, key, width: tl.constexpr)
 
 @triton.jit
 def _first(names, chances, key):
-    """(paths,): of runners (paths, width) the name of the first to arrive."""
+    """(paths,): the name of the runner (paths, width) that arrives first."""
     times = arrivals(key[:, None], names, chances)
     soonest = tl.min(times, 1)
     # An empty distribution has no winner: the result is token 0, and is not used.

@@ -2,7 +2,7 @@
 
 A device reports them (`core.rows.top_tokens`). The host finds them by a tournament instead of sorting a vocabulary: the
 vocabulary is cut into stripes, and the k best tokens are in the k stripes with the best winners. Only these stripes are
-sorted. The probabilities need one sum over the row, so they are exact however few are kept.
+sorted. The probabilities are divided by a sum over the whole row, so they are exact however few are kept.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from branchwise.core.rows import top_tokens
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 STRIPE = 64
-"""tokens of one stripe"""
+"""number of tokens of one stripe"""
 AT_ONCE = 4
-"""rows that the host works on at once, so that they stay in its caches"""
+"""number of rows that the host works on at once, so that they stay in its caches"""
 
 
 class Sums(NamedTuple):
-    """What takes a pass over whole rows."""
+    """The numbers that need a look at every logit of a row."""
 
     best: Tensor
     """(rows, stripes) float32: the best logit of every stripe"""
@@ -36,27 +36,27 @@ class Sums(NamedTuple):
 
 
 class HostTopTokens(NamedTuple):
-    """The best tokens of distributions on the host, and the distributions to look up other tokens in."""
+    """The best tokens of distributions on the host, and the whole distributions, to look up other tokens."""
 
     tokens: Ints
     """(rows, k) int64, best first"""
     masses: Floats
     """(rows, k) float32"""
     logits: Tensor
-    """(many, vocabulary)"""
+    """(many, vocabulary): logits, among them the rows of the distributions"""
     starts: Ints
-    """(rows, 1): the offset of each distribution in the logits"""
+    """(rows, 1): the offset of each distribution in the flattened logits"""
     total: Floats
     """(rows, 1) float32: log of the sum of all exp(logits)"""
 
     def of(self, rows: list[int], tokens: Ints) -> Floats:
-        """(n, m): the probabilities of tokens (n, m), each line in the distribution of one of n rows."""
+        """(n, m): the probabilities of `tokens` (n, m), line i in the distribution of row rows[i]."""
         values = self.logits.take(torch.from_numpy(self.starts[rows] + tokens)).float()
         return values.sub_(torch.from_numpy(self.total[rows])).exp_().numpy()
 
 
 class ReportedTopTokens(NamedTuple):
-    """The best tokens of distributions on a device, with further ones to look up other tokens in."""
+    """The best tokens of distributions on a device, and further tokens that can be looked up."""
 
     tokens: Ints
     """(rows, k) int64, best first"""
@@ -68,20 +68,20 @@ class ReportedTopTokens(NamedTuple):
     """(rows, n) float32: their probabilities"""
 
     def of(self, rows: list[int], tokens: Ints) -> Floats:
-        """The same; 0 for tokens that were not reported."""
+        """As `HostTopTokens.of`, but 0 for tokens that were not reported."""
         hits = self.further[rows][:, None, :] == tokens[:, :, None]
         found: Floats = (hits * self.chances[rows][:, None, :]).sum(axis=2)
         return found
 
 
 def reported(best: Floats, k: int) -> ReportedTopTokens:
-    """`top_tokens` of a device, (rows, 2, n), of which k are kept."""
+    """The result of `top_tokens` on a device, (rows, 2, n), of which k tokens are kept."""
     tokens, chances = best[:, 0].astype(np.int64), best[:, 1]
     return ReportedTopTokens(tokens[:, :k], chances[:, :k], tokens, chances)
 
 
 def top_tokens_at(scored: Scored, rows: list[int], k: int) -> HostTopTokens | ReportedTopTokens:
-    """The k best tokens after nodes of a batch, numbered tree by tree."""
+    """The k best tokens after the nodes `rows` of a batch, which are numbered tree by tree."""
     if scored.host_topk is not None and scored.host_topk.shape[3] >= min(k, scored.logits.shape[2]):
         return reported(scored.host_topk.flatten(0, 1).numpy()[rows], k)
     logits = scored.logits.flatten(0, 1)
@@ -92,8 +92,8 @@ def top_tokens_at(scored: Scored, rows: list[int], k: int) -> HostTopTokens | Re
 def host_top_tokens(
     logits: Tensor, k: int, rows: Tensor | None = None, sums: Sums | None = None
 ) -> HostTopTokens | ReportedTopTokens:
-    """The k best tokens of rows (n,) of logits (many, vocabulary), or of all rows; fewer if the vocabulary is smaller.
-    A device reports twice as many as are kept."""
+    """The k best tokens of `rows` (n,) of the logits (many, vocabulary), or of all rows; fewer if the vocabulary is
+    smaller. A device reports 2k tokens, of which k are kept."""
     vocabulary = logits.shape[1]
     if logits.device.type != "cpu":
         asked = logits if rows is None else logits.index_select(0, rows)
@@ -103,7 +103,7 @@ def host_top_tokens(
     stripes, rest = divmod(vocabulary, STRIPE)
     winners = best.topk(min(k, stripes), sorted=False).indices  # (n, k)
     tokens = (winners[:, :, None] + stripes * torch.arange(STRIPE)).flatten(1)
-    if rest:  # in no stripe
+    if rest:  # the last tokens are in no stripe
         tokens = torch.cat([tokens, (stripes * STRIPE + torch.arange(rest)).expand(len(rows), -1)], dim=1)
     starts = vocabulary * rows[:, None]
     values, places = logits.take(starts + tokens).float().topk(min(k, vocabulary))
@@ -112,11 +112,11 @@ def host_top_tokens(
 
 
 _seen: WeakKeyDictionary[Scored, tuple[dict[int, int], Sums]] = WeakKeyDictionary()
-"""pass -> index of each row in its sums, and the sums"""
+"""pass -> (row -> its index in the sums), and the sums"""
 
 
 def _sums_of(scored: Scored, rows: list[int]) -> Sums:
-    """The sums of rows of a pass, kept as long as the pass: several drafters of a fusion ask about the same rows."""
+    """The sums of rows of a pass, cached as long as the pass: several drafters of a fusion need the same rows."""
     if scored not in _seen or not _seen[scored][0].keys() >= set(rows):
         sums = _sums(scored.logits.flatten(0, 1), torch.tensor(rows))
         _seen[scored] = {row: place for place, row in enumerate(rows)}, sums
@@ -134,7 +134,7 @@ def _sums(logits: Tensor, rows: Tensor) -> Sums:
 
 
 def _sums_in_place(logits: Tensor) -> Sums:
-    """Of logits (few, vocabulary), which are overwritten."""
+    """The sums of logits (few, vocabulary), which are overwritten."""
     stripes = logits.shape[1] // STRIPE
     best: Tensor = logits[:, : stripes * STRIPE].unflatten(1, (STRIPE, stripes)).amax(dim=1)
     highest = torch.cat([best, logits[:, STRIPE * stripes :]], dim=1).amax(dim=1, keepdim=True)

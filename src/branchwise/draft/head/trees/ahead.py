@@ -1,7 +1,7 @@
-"""Drafting on a device ahead of the host: the trees that follow a verdict are laid before the host has read it.
+"""Drafting on a device ahead of the host: the trees after a verdict are laid before the host has read the verdict.
 
-There may be drafts of several sizes, of which a ladder chooses one for every step (`control.ladder`). It looks at steps
-that are over, and chooses before the verdict of the present one is known.
+With drafts of several sizes, a ladder chooses one of them for every step (`control.ladder`). It looks at past steps,
+and chooses before the verdict of the current step is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.catching_up import CatchingUp, Ends
-from branchwise.draft.head.trees.device import DeviceDraft
+from branchwise.draft.head.trees.device import DeviceDraft, HeadParts
 from branchwise.draft.head.trees.drawn import DrawnAhead, DrawnHead, Reading
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
@@ -36,7 +36,7 @@ from branchwise.draft.policies.topk import TopK
 from branchwise.verify import Verdict, Verdicts
 
 PATIENCE = 16
-"""steps in a row in which nothing is drafted and the head still reads along; beyond them it lets its texts go"""
+"""most steps in a row without a draft in which the head still reads the new tokens; after them it stops reading"""
 
 
 class Ahead(CatchingUp):
@@ -45,17 +45,17 @@ class Ahead(CatchingUp):
     draws = False
 
     def __init__(self, target: TargetInfo, *drafts: DeviceDraft) -> None:
-        """Of several drafts the smallest comes first; they share one head and its cache."""
+        """`drafts` are in the order of their size, the smallest first; they share one head and its cache."""
         self._drafts, self._draft = drafts, drafts[-1]
         self._ladder = Ladder([draft.nodes - 1 for draft in drafts]) if len(drafts) > 1 else None
         self._behind: tuple[Tensor, Ends] | None = None
-        """slots of the texts, and where trees grow behind the last verdicts"""
+        """slots of the texts, and the ends that trees grow from after the last verdicts"""
         self._rung = self._scored_rung = len(drafts)
-        """of the next trees, and of those that are scored"""
+        """rung of the next trees, and rung of those that are scored"""
         self._rested = 0
-        """steps in a row in which nothing was drafted"""
+        """number of steps in a row in which nothing was drafted"""
         self._last: tuple[tuple[int, int, bool], float] | None = None
-        """texts and rung of the step before, whether rows were read in it, and when it was over"""
+        """number of texts and rung of the step before, whether rows were read in it, and when it was over"""
         deepest, cells = (max(getattr(draft, name) for draft in drafts) for name in ("depth", "cells"))
         super().__init__(target, drafts[0], deepest, cells)
 
@@ -65,11 +65,11 @@ class Ahead(CatchingUp):
         self._grow = [GraphedFunction(self._in_place(draft), device, capture=capture) for draft in self._drafts]
 
     def _in_place(self, draft: DeviceDraft) -> Callable[..., tuple[Tensor, ...]]:
-        """A function that lays trees always at the same place. What reads them is recorded for a place, and what a
-        verdict writes is in turn where the next trees come from."""
+        """A function that grows trees and always writes them to the same tensors: passes that read the trees are
+        recorded with their addresses."""
         function = draft.grow
         if draft.lays_in_place or self._target.device.type == "cpu":
-            return function  # on a host nothing is recorded, and trees may be as large as they like
+            return function  # on a host nothing is recorded, and the sizes of trees may change
         places: dict[int, tuple[Tensor, ...]] = {}  # by the number of texts
 
         def laid(slots: Tensor, *ends: Tensor) -> tuple[Tensor, ...]:
@@ -102,7 +102,8 @@ class Ahead(CatchingUp):
         self._draft.begin()
 
     def rest(self, sequences: Sequence[SequenceState], *, read: bool = True) -> list[DraftTree]:
-        """Roots alone. Texts whose prompts are not `read` are let go at once: reading takes as long as drafting."""
+        """Roots alone. If prompts are not `read`, the head stops reading these texts at once: reading a prompt takes as
+        long as drafting."""
         trees = super().rest(sequences)
         self._scored_rung = 0
         if self._ladder is not None:
@@ -112,14 +113,14 @@ class Ahead(CatchingUp):
 
     def leave(self) -> None:
         super().leave()
-        self._last = None  # the step says nothing of our own
+        self._last = None  # the time of this step says nothing about our drafts
 
     def _drop(self) -> None:
         super()._drop()
         self._behind = None
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        """The next trees; texts have no unread rows."""
+        """The next trees. The texts must have no unread rows."""
         expected = self._foresaw(sequences)
         trees, self._next = self._next if expected else None, None
         if trees is None:
@@ -143,7 +144,7 @@ class Ahead(CatchingUp):
     def update(self, scored: Scored, verdicts: Verdicts, hidden: Sequence[Tensor]) -> None:
         self._drop()
         if scored.nodes is None or not self._sequences or self._rested > PATIENCE:
-            return  # a pass that was not recorded: its rows are read by the host's way; or nobody will read them
+            return  # an unrecorded pass, whose rows the host reads; or rows that are not to be read any more
         self._behind = self._written(scored.nodes, verdicts, hidden)
         self._climb(self._sequences)
 
@@ -157,8 +158,8 @@ class Ahead(CatchingUp):
         return self._caught or self._rested > PATIENCE
 
     def _time(self, ladder: Ladder, tokens: Mapping[SequenceState, int]) -> None:
-        """A step is over. How long it took is known if the one before was its like: the device works ahead. One without
-        a draft is plain decoding's only when nothing is read in it for drafts to come."""
+        """Record a step that is over. Its time counts only if the step before was of the same kind, because the device
+        works ahead. A step without a draft counts as plain decoding only if the head read nothing in it."""
         now, reads, texts = time.perf_counter(), self._rested <= PATIENCE, len(tokens)
         step = texts, self._scored_rung, reads
         seconds = None if self._last is None or self._last[0] != step else now - self._last[1]
@@ -183,10 +184,11 @@ class Ahead(CatchingUp):
         return self._grow[self._drafts.index(self._draft)](slots, *ends)
 
     def _grown_behind(self) -> tuple[Tensor, ...]:
-        """The same behind the last verdict; only when they are wanted, which they are not if other texts come next."""
+        """Whole trees after the last verdicts. They are grown only when they are needed, because they are not if other
+        texts come next."""
         assert self._behind is not None, "a verdict was followed"
         (slots, ends), self._behind = self._behind, None
-        self._seat(self._sequences)  # they may have moved since
+        self._seat(self._sequences)  # the target may have moved the texts since
         return self._grow[self._drafts.index(self._draft)](slots, *ends)
 
 
@@ -194,29 +196,29 @@ def ahead_of(
     tree: TreePolicy,
     target: TargetInfo,
     reading: Reading,
-    parts: tuple[Any, ...],
+    parts: HeadParts,
     copies: int,
     smaller: Sequence[TopK],
     level_cost: float | None,
 ) -> CatchingUp | None:
-    """How the trees of a policy are made on the device of a target, given the parts of a head and how its logits are
-    read; None if only the host can. Of the best trees there are `smaller` ones, so many tokens of them may be `copies`,
-    and they are as large as pays on a host where a level costs so many passes of the target."""
+    """Drafting of the trees of a policy on the device of a target; None if only the host can grow such trees.
+
+    `reading` makes the reading of the head's logits. The other arguments are for `topk`: up to `copies` tokens of a
+    tree may be copied; on a GPU `smaller` trees are tried too; on a host, where `level_cost` is the cost of a level in
+    passes of the target, trees are as large as pays. `level_cost` is None if trees are not paced."""
     if isinstance(tree, Ranks):
         return Ahead(target, RankedDraft(tree, *parts))
     if type(tree) is not TopK or tree.gain:
-        return drawn_ahead(tree, target, reading, *parts)
+        return drawn_ahead(tree, target, reading, parts)
     make = best_first if level_cost is None else partial(PacedDraft, target, level_cost)
     whole = make(tree, *parts, copies=copies)
     sizes = [whole.shaped(small, min(copies, small.nodes // 2)) for small in smaller]
     return Ahead(target, *sizes, whole)
 
 
-def drawn_ahead(
-    tree: TreePolicy, target: TargetInfo, reading: Reading, head: Head, cache: HeadCache, *parts: Any
-) -> DrawnAhead | None:
-    """How trees are drawn there, as large as a pass of the target can score; None where only the host can draw them, or
-    where nothing is recorded and it is as fast."""
+def drawn_ahead(tree: TreePolicy, target: TargetInfo, reading: Reading, parts: HeadParts) -> DrawnAhead | None:
+    """Drawing of trees on the device of a target, as large as a pass of the target can score. None if only the host can
+    draw them, or if nothing is recorded, so that the host is as fast."""
     make = tree_draft_of(tree, target.vocabulary, target.device)
     if make is None or not target.execution.kernels:
         return None
@@ -224,15 +226,15 @@ def drawn_ahead(
     if not draft.depth:
         return None
     kind: type[DrawnHead] = DrawnHead
-    if have_kernels(cache.store.device):
+    if have_kernels(parts.cache.store.device):
         from branchwise.draft.head.trees.fused import FusedDrawnHead
 
-        kind = FusedDrawnHead if FusedDrawnHead.fits(head.config) else DrawnHead
-    return DrawnAhead(target, draft, kind(draft, target.vocabulary, head, cache, *parts), reading)
+        kind = FusedDrawnHead if FusedDrawnHead.fits(parts.head.config) else DrawnHead
+    return DrawnAhead(target, draft, kind(draft, target.vocabulary, *parts), reading)
 
 
 def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Any, copies: int) -> BestFirstDraft:
-    """How the best trees are laid on the device of a cache."""
+    """The fastest draft of the best trees on the device of the cache; the arguments after `tree` are `HeadParts`."""
     if have_kernels(cache.store.device):
         from branchwise.draft.head.trees.fused import FusedDraft, PickedDraft
 

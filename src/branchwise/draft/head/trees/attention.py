@@ -1,7 +1,7 @@
-"""What rows attend to that a device writes behind their texts: the text, some of each other, and the target's cache.
+"""Attention of rows that are written after their texts: to the text, to some of each other, and to the target's cache.
 
-Which slots, how many rows, who sees whom: all of it is in tensors, so that a recorded graph is right for every step.
-Kernels read the caches where they lie; operation by operation is the truth.
+Slots, numbers of rows, and which row attends to which are all in tensors, so that a recorded graph is valid for every
+step. Kernels read the caches in place; the version in torch, operation by operation, is the reference.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from branchwise.draft.head.network import Attend, Look
 
 
 class Behind(NamedTuple):
-    """Rows that are written behind their texts."""
+    """Rows that are written after their texts."""
 
     first: int
-    """the cell that the first of them is written to, counted from behind the text"""
+    """the cell of the first row, counted from the end of the text"""
     own: Tensor
-    """(batch, rows, cells): the cells behind the text that each one sees, its own among them"""
+    """(batch, rows, cells): the cells after the text that each row attends to, its own included"""
     depths: Tensor
-    """(batch, rows): how far behind the text their places are, 0 for the next one"""
+    """(batch, rows): the positions of the rows, counted from the end of the text"""
     cell_depths: Tensor
-    """(batch, cells): the same of what stands in the cells"""
+    """(batch, cells): the positions of the rows in the cells after the text, counted in the same way"""
 
 
 def attention(cache: HeadCache, slots: Tensor, lengths: Tensor, behind: Behind, *, kernels: bool) -> Attend:
-    """The attention of rows behind texts of so many rows, which it writes to the cache first."""
+    """The attention of rows after texts of `lengths` rows; it first writes their keys and values to the cache."""
     ends = cache.ends(slots, lengths, behind.own.shape[2])
     return (_by_kernels if kernels else _in_torch)(cache, slots, ends, behind)
 
 
 def cross_attention(cached: CachedRows, seats: Tensor, lengths: Tensor, own: Tensor, *, kernels: bool) -> Look:
-    """Attention to the keys and values (slots, heads, rows, width) of a target. Rows see the first `lengths` (batch,)
-    in the slot of their text, and of those behind them their `own` (batch, rows, some)."""
+    """Attention to the keys and values (slots, heads, rows, width) of a target. In the slot (`seats`) of their text,
+    rows attend to the first `lengths` (batch,) rows, and to their `own` (batch, rows, some) of the rows after these."""
     keys, values = cached
     if kernels:
         seats, lengths = seats.int(), lengths.int()
         return lambda query: _kernel(query, keys, values, seats, lengths, own)
-    on_host = own.device.type == "cpu"  # where nothing is recorded, and a view may be as long as it takes
+    on_host = own.device.type == "cpu"  # nothing is recorded on a host, so that views may have any length
     end = min(int(lengths.max()) + own.shape[2], keys.shape[2]) if on_host else keys.shape[2]
     seen = visible(torch.arange(end, device=own.device), lengths, own)
     seen[..., 0] = True  # a text without a row stays finite
@@ -58,8 +58,8 @@ def cross_attention(cached: CachedRows, seats: Tensor, lengths: Tensor, own: Ten
 
 
 def visible(columns: Tensor, ends: Tensor, own: Tensor) -> Tensor:
-    """(batch, rows, columns): what is before the ends (batch,) of texts, and of what is behind them what rows see as
-    their `own` (batch, rows, some)."""
+    """(batch, rows, columns): whether a row attends to each column: to all before the end of its text, `ends` (batch,),
+    and after it to its `own` (batch, rows, some)."""
     relative = columns - ends[:, None]
     _, rows, count = own.shape
     inside = ((relative >= 0) & (relative < count))[:, None]
@@ -114,7 +114,7 @@ def _kernel(
     own: Tensor,
     windowed: tuple[int, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(batch, heads, rows, width). In a window, its size, the depths of rows and those of the cells that are `own`."""
+    """(batch, heads, rows, width). `windowed` is for a window: its size, the depths of rows, and those of the cells."""
     from branchwise.cuda import kernels
 
     bits = pack_bits(own)

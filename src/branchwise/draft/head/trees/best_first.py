@@ -1,7 +1,7 @@
-"""The most probable trees of a head, laid on the device: `topk` of the policies, without the host.
+"""The most probable trees of a head, laid on the device: the policy `topk`, without the host.
 
-Every level expands its most probable nodes, a fixed number of them, and in the end the best of all proposed nodes are
-kept, those of a copy among them (`copies`). Their shape is known where they lie, and nowhere else (`LaidTree`).
+Every level expands a fixed number of its most probable nodes, and in the end the best of all proposed nodes are kept,
+among them those of a copy (`copies`). Only the device knows the shape of the trees (`LaidTree`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.policies.topk import TopK
 
 MOST_STANDING = 256
-"""batches of trees that are kept"""
+"""most batches of trees that are cached"""
 
 
 class BestFirstDraft(DeviceDraft):
     def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
-        """`copies` is how many tokens may be copied from where the end of a text stood before."""
+        """Up to `copies` tokens continue an earlier occurrence of the end of the text."""
         super().__init__(*parts)
         self._shape(tree, copies)
 
     def shaped(self, tree: TopK, copies: int) -> BestFirstDraft:
-        """The same head, whose weights are shared, with trees of another shape."""
+        """A draft with the same head, whose weights are shared, and trees of another shape."""
         other = copy.copy(self)
         other._shape(tree, copies)
         return other
@@ -42,7 +42,7 @@ class BestFirstDraft(DeviceDraft):
         sizes = [width, *[width * width] * (tree.depth - 1)]  # nodes that each level proposes
         self.depth, self._width = max(tree.depth, copies), width
         self._grown, self._copies = tree.depth, copies
-        """levels that the head drafts, and tokens of a copy"""
+        """number of levels that the head drafts, and number of tokens of a copy"""
         self.nodes = 1 + min(tree.nodes, sum(sizes))
         self.cells = width * (tree.depth - 1)
         device = self._table.device
@@ -50,9 +50,9 @@ class BestFirstDraft(DeviceDraft):
         self._levels = torch.arange(1, tree.depth + 1, device=device).repeat_interleave(
             torch.tensor(sizes, device=device)
         )
-        """(nodes that the head proposes,): how deep each one is"""
+        """(nodes that the head proposes,): the depth of each node"""
         self._standing: dict[tuple[int, int], LaidTrees] = {}
-        """by their place and their number: trees that nothing is cut from"""
+        """(address, number of texts) -> whole trees at this address"""
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
         """Tokens, parents and depths (batch, nodes), and ancestors as bits (batch, nodes, words)."""
@@ -61,7 +61,7 @@ class BestFirstDraft(DeviceDraft):
         every = torch.arange(batch, device=roots.device)[:, None]
         predict, carry = self._at_roots(slots, roots)
         values = torch.zeros(batch, 1, device=roots.device)
-        expanded = torch.full_like(roots, -1)[:, None]  # (batch, rows): which of the proposed nodes they are
+        expanded = torch.full_like(roots, -1)[:, None]  # (batch, rows): their indices among the proposed nodes
         own = torch.zeros(batch, 1, max(1, self.cells), dtype=torch.bool, device=roots.device)
         proposed: list[tuple[Tensor, Tensor, Tensor]] = []  # values, tokens and parents of every level
         first = 0
@@ -90,12 +90,13 @@ class BestFirstDraft(DeviceDraft):
         return self._lay(roots, whole, levels)
 
     def _lay(self, roots: Tensor, proposed: Nodes, levels: Tensor) -> tuple[Tensor, ...]:
-        """The best of all proposed nodes below their roots, each behind its parent; `levels` says how deep they are."""
+        """The trees of the best proposed nodes, each after its parent; `levels` are the depths of the proposed nodes.
+        The results are those of `grow`."""
         values, tokens, parents = proposed
         chosen = values.topk(self.nodes - 1, dim=1).indices.sort(dim=1).values
         batch, count = chosen.shape
         numbers = torch.arange(1, count + 1, device=roots.device).expand(batch, -1)
-        # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.
+        # With equal probabilities, a child may be chosen without its parent: then the child becomes padding.
         place = torch.full((batch, values.shape[1] + 1), -1, device=roots.device).scatter_(1, chosen, numbers)
         place[:, -1] = 0  # the root, which is none of the proposed nodes
         above = place.gather(1, parents.gather(1, chosen) % (values.shape[1] + 1))
@@ -106,7 +107,7 @@ class BestFirstDraft(DeviceDraft):
         every = torch.arange(batch, device=roots.device)[:, None]
         for _ in range(self.depth):
             reach = reach | (reach[every, above.clamp_min(0)] & (above >= 0)[..., None])
-        real = reach[..., 0]  # whoever descends from the root
+        real = reach[..., 0]  # nodes that descend from the root
         found = torch.cat([roots[:, None], tokens.gather(1, chosen)], dim=1)
         return (
             torch.where(real, found, 0),
@@ -123,7 +124,7 @@ class BestFirstDraft(DeviceDraft):
         if not whole:
             return self._cut(found, budgets)
         key = tokens.data_ptr(), len(budgets)
-        if key not in self._standing:  # they lie at the same place at every step, so they are the same trees
+        if key not in self._standing:  # at the same address in every step, so the same tree objects serve all steps
             if len(self._standing) > MOST_STANDING:
                 self._standing.clear()
             shape = DeviceShape(parents, depths, bits)

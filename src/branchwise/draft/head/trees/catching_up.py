@@ -1,4 +1,4 @@
-"""Drafting on a device ahead of the host begins with the rows of what a verdict kept, before the host has read it."""
+"""The first part of drafting ahead of the host: writing the rows of the tokens that a verdict kept, on the device."""
 
 from __future__ import annotations
 
@@ -23,60 +23,64 @@ from branchwise.draft.head.trees.waiting import MOST, STEPS, Waiting
 from branchwise.verify import Verdict, Verdicts
 
 READY = 4096
-"""cells of a text for which there is room from the first text on; in a window a text never takes more than at first"""
+"""most cells of a text that are allocated at the start, because recordings hold the address of the cache; in a window
+texts never need more than the initial number"""
 
 
 class Ends(NamedTuple):
-    """Where trees grow: how many rows each text has, and its root, (batch,) both."""
+    """The ends of texts, below which trees grow: their numbers of rows, and their roots, (batch,) both."""
 
     lengths: Tensor
     roots: Tensor
 
 
 class Expected(NamedTuple):
-    """A text as it is after the verdict behind which its next tree was made."""
+    """The state of a text after a verdict, for which its next tree was made on the device."""
 
     sequence: SequenceState
     seed: int
-    """what its draws come from"""
+    """seed of its draws"""
     length: int
+    """number of its tokens"""
     root: int
 
     @classmethod
     def of(cls, sequence: SequenceState, gained: int, root: int | None = None) -> Expected:
-        """After so many more tokens."""
+        """The state after `gained` more tokens, the last of which is `root`; by default the root of now."""
         length = len(sequence.tokens) + gained
         return cls(sequence, sequence.rng_seed, length, sequence.root if root is None else root)
 
 
 class CatchingUp(ABC):
-    """Drafts of a head that follow each other on the device of its target."""
+    """Drafts the trees of one step after the other with a head, on the device of its target, ahead of the host."""
 
     draws: bool
-    """whether its trees are drawn, and so must come from the states of their own texts"""
+    """whether its trees are drawn, so that they must come from the complete states of their texts"""
 
     def __init__(self, target: TargetInfo, head: HeadOnDevice, depth: int, cells: int) -> None:
-        """The deepest tree has so many levels, and while it grows takes so many cells behind its text."""
+        """The deepest tree has `depth` levels, and takes `cells` cells after its text while it grows."""
         self._target, self._head, self._cache = target, head, head.cache
         config = head.head.config
         self._growing = cells + 1
         self._room = max(1 + depth + config.masks + 2 * cells, STEPS)
-        """cells behind a text that this step and the one after it take"""
+        """number of cells after a text that this step and the next one take"""
         self._crosses = bool(config.cross)
-        if target.device.type != "cpu":  # what is recorded reads it where it lies
+        if target.device.type != "cpu":  # recordings hold the address of the cache
             most = config.window + 2 * self._cache.spare + self._room
             self._cache.hold(most if config.window else min(target.context, READY))
         self._buffers: dict[int, PinnedBuffer] = {}  # by the number of texts: slots, rows and roots
         self._uploaded: dict[int, list[int]] = {}
-        """what they hold"""
+        """the numbers that each buffer holds on the device"""
         self._sequences: tuple[SequenceState, ...] = ()
-        """texts of the pass that was made last, if their trees were made here"""
+        """texts of the target's last pass, if their trees were made here"""
         self._expected: list[Expected] = []
+        """states of the texts that the next trees are made for"""
         self._next: list[DraftTree] | None = None
+        """the next trees, once they are made"""
         self._caught = False
         """whether the rows of the last verdict are written"""
         self._depth = 0
-        """levels of the trees that are scored"""
+        """number of levels of the trees that are scored"""
         self._prompts: RecordedPrompts | None = None
         if self._records:
             own = head.head, head.cache, head.embeddings
@@ -85,13 +89,13 @@ class CatchingUp(ABC):
 
     @property
     def _records(self) -> bool:
-        """Whether what texts have unread is read by what is recorded."""
+        """Whether recorded passes read the unread states of texts."""
         return self._target.device.type != "cpu" and reads_at_once(self._head.head.config)
 
     def _record(self) -> None:
         self._cells = self._cache.scratch
         self._ends: dict[int, Ends] = {}
-        """by the number of texts: a place for where their trees grow"""
+        """number of texts -> the tensors at a fixed address for their ends"""
         capture = self._target.execution.graphs
         self._catch_up = GraphedFunction(self._caught_up, self._target.device, capture=capture)
         self._waiting = Waiting(self._head, capture=capture) if self._records else None
@@ -103,7 +107,8 @@ class CatchingUp(ABC):
         return self._at_their_place(len(slots), rows, following)
 
     def _at_their_place(self, texts: int, lengths: Tensor, roots: Tensor) -> Ends:
-        """Where trees grow, always at the same place: drafts are recorded for it, whichever verdict came before."""
+        """The ends of texts, copied to a fixed address: recorded drafts read them there, whichever verdict was
+        before."""
         if self._target.device.type == "cpu":
             return Ends(lengths, roots)
         if texts not in self._ends:
@@ -116,7 +121,7 @@ class CatchingUp(ABC):
     # What a drafter asks
 
     def rests(self, batch: int) -> bool:
-        """A step of so many texts begins; whether nothing is to be drafted in it, and nothing to be read for it."""
+        """Called when a step of `batch` texts begins; returns whether nothing is to be drafted in it, nor read."""
         return False
 
     def stands_aside(self, sequences: Sequence[SequenceState]) -> bool:
@@ -124,7 +129,7 @@ class CatchingUp(ABC):
         return False
 
     def read(self, unread: Mapping[SequenceState, Unread]) -> list[SequenceState]:
-        """Read what waits in texts where that is recorded; returns the texts of which there is more."""
+        """Read the unread states of texts with recorded passes; returns the texts that still have unread states."""
         behind = {sequence: rows for sequence, rows in unread.items() if len(rows)}
         fresh = {sequence: rows for sequence, rows in behind.items() if not self._cache.lengths[sequence]}
         if fresh and self._prompts is not None:
@@ -137,38 +142,38 @@ class CatchingUp(ABC):
         return [sequence for sequence, rows in behind.items() if len(rows)]
 
     def begin(self) -> None:
-        """Prompts are read, and what belongs to this step alone begins."""
+        """Called when prompts are read, and the work of this step alone begins."""
 
     def rest(self, sequences: Sequence[SequenceState], *, read: bool = True) -> list[DraftTree]:
-        """Roots alone; whether the prompts of these texts are `read`."""
+        """Roots alone. `read`: the prompts of these texts are read."""
         self._drop()
         self._depth, self._sequences = 0, tuple(sequences)
         return [DraftTree.root(sequence.root) for sequence in sequences]
 
     def leave(self) -> None:
-        """The host drafts in this step, or somebody else: what was made for it is of no use."""
+        """Drop what was made for this step, because the host drafts in it, or another drafter."""
         self._drop()
         self._sequences = ()
 
     def _drop(self) -> None:
-        """What was made behind the last verdict is of no use."""
+        """Drop what was made after the last verdict."""
         self._next = None
         self._expected, self._caught = [], False
 
     @abstractmethod
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        """The next trees; texts have no unread rows. None if the host has to grow them."""
+        """The next trees; None if the host must grow them. The texts must have no unread rows."""
 
     @abstractmethod
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        """The trees that follow the last verdicts, if all is known of them that a pass needs."""
+        """The trees after the last verdicts, if everything that a pass needs of them is known without the host."""
 
     @abstractmethod
     def update(self, scored: Scored, verdicts: Verdicts, hidden: Sequence[Tensor]) -> None:
-        """Enqueue the rows of what a verdict kept, and the next trees."""
+        """Enqueue writing the rows of the tokens that a verdict kept, and the next trees."""
 
     def follow(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> bool:
-        """The host has read the verdict; whether its rows are written already, or will never be."""
+        """Called when the host has read the verdict; returns whether its rows are written already, or never will be."""
         if self._caught:
             pairs = [*zip(sequences, verdicts, strict=True)]
             for sequence, verdict in pairs:
@@ -177,7 +182,7 @@ class CatchingUp(ABC):
         return self._caught
 
     def forget(self) -> None:
-        """What drafts gained."""
+        """Forget how much drafts gained."""
 
     def reasons(self, batch: int) -> list[str]:
         return []
@@ -188,7 +193,7 @@ class CatchingUp(ABC):
         return self._expected == [Expected.of(sequence, 0) for sequence in sequences]
 
     def _written(self, nodes: ScoredNodes, verdicts: Verdicts, hidden: Sequence[Tensor]) -> tuple[Tensor, Ends]:
-        """Write the rows of what a verdict kept; slots of the texts, and where their next trees grow."""
+        """Write the rows of the tokens that a verdict kept; returns the slots of the texts, and their new ends."""
         self._seat(self._sequences)
         slots = self._upload(len(nodes.slots), [[self._cache.slot[sequence]] for sequence in self._sequences])[:, 0]
         paths = verdicts.paths[:, : self._depth + 1]  # a recorded verdict has columns for longer ones
@@ -197,7 +202,7 @@ class CatchingUp(ABC):
         return slots, ends
 
     def _begun(self, sequences: Sequence[SequenceState]) -> tuple[Tensor, Ends]:
-        """The same of texts of which the host knows where their trees grow."""
+        """The slots and ends of texts, which the host knows."""
         cache = self._cache
         size = fitting(len(sequences), BATCHES)
         rows = [[cache.slot[sequence], cache.lengths[sequence], sequence.root] for sequence in sequences]
@@ -207,13 +212,13 @@ class CatchingUp(ABC):
         return slots, self._at_their_place(size, lengths, roots)
 
     def _seat(self, sequences: Sequence[SequenceState]) -> None:
-        """Let a head that attends to the target's cache find these texts there."""
+        """Tell a head that attends to the target's cache the slots of these texts in it."""
         if self._crosses:
             assert self._target.places is not None
             self._cache.seat(sequences, self._target.places(sequences))
 
     def _upload(self, size: int, rows: list[list[int]]) -> Tensor:
-        """(size, 3): slots, rows and roots of so many texts, padded."""
+        """(size, 3): slots, rows and roots of texts, padded to `size` texts."""
         if size not in self._buffers:
             self._buffers[size] = PinnedBuffer(3 * size, self._target.device)
         buffer = self._buffers[size]
@@ -230,4 +235,4 @@ class CatchingUp(ABC):
     def _hold(self, cells: int) -> None:
         self._cache.hold(cells)
         if self._cells != self._cache.scratch:
-            self._record()  # the cache lies elsewhere now
+            self._record()  # the cache has another address now

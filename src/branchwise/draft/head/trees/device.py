@@ -1,8 +1,9 @@
 """A head that drafts on the device, from the verdict to the next tokens, without the host.
 
-Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, and another
-one lays or draws trees below the roots. Between them stands what the last row of every text predicted and carried on
-(`HeadCache.predicted`, `carried`), and in a parallel head what its masks predicted (`foreseen`).
+Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, and then
+another function lays or draws trees below the roots. The first passes on to the second what the last row of every text
+predicted and carried on (`HeadCache.predicted`, `carried`), and in a parallel head what its masks predicted
+(`foreseen`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,30 @@ class Likely(NamedTuple):
     logprobs: Tensor
 
 
+class HeadParts(NamedTuple):
+    """The parts of a bound head that drafting on a device needs, in the order of the arguments of `HeadOnDevice`."""
+
+    head: Head
+    cache: HeadCache
+    embeddings: Tensor
+    """(vocabulary, width)"""
+    output: Tensor
+    """(vocabulary, width): output rows for tokens of prompts that are not in the table"""
+    table: Tensor
+    """(tokens,): the tokens that can be proposed in every text"""
+    rows: Tensor
+    """(tokens, width): output rows of the table"""
+    cached: Callable[[], CachedRows] | None
+    """finds the keys and values of the target that the head attends to; None if it attends to none"""
+    product_of: Callable[[Tensor], Product]
+    """makes the product with a matrix of output rows"""
+
+
 class HeadOnDevice:
-    """The rows of a head: of texts, and of the nodes of trees while they grow."""
+    """The rows of a head: those of texts, and those of the nodes of trees while they grow."""
 
     _cell_depths: Tensor
-    """(cells,): the level of the nodes in each cell of a growing tree, 0 for the first"""
+    """(cells,): the level of the nodes in each cell of a growing tree, counted from 0"""
 
     def __init__(
         self,
@@ -53,11 +73,10 @@ class HeadOnDevice:
         cached: Callable[[], CachedRows] | None = None,
         product_of: Callable[[Tensor], Product] = matrix,
     ) -> None:
-        """`rows` are the output rows of the table, by default those of `output`, and `product_of` makes a product of
-        them. A head that attends to a layer of its target is shown where that one's keys and values are `cached`,
-        (slots, heads, rows, width)."""
+        """The arguments are the fields of `HeadParts`. `rows` are by default taken from `output`; `cached` finds keys
+        and values (slots, heads, rows, width)."""
         self.head, self.cache = head, cache
-        # In the order of the vocabulary, in blocks of which draws go.
+        # In the order of the vocabulary, because a race goes through blocks of the vocabulary.
         self._table, order = table.long().sort()
         self.embeddings, self._output, self._cached = embeddings, output, cached
         self._rows = (output[table] if rows is None else rows)[order].contiguous()
@@ -68,8 +87,9 @@ class HeadOnDevice:
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
     ) -> Tensor:
-        """Write the rows of accepted paths (batch, steps), padded with -1, whose nodes have these tokens and hidden
-        states (batch, nodes, …) and which are followed by one more token each. Returns the rows of each text then."""
+        """Write the rows of accepted `paths` (batch, steps), padded with -1. `tokens` and `hidden` (batch, nodes, …)
+        are those of the trees' nodes, and `following` (batch,) is the token after each path. Returns the new number of
+        rows of each text."""
         slots, lengths, tokens, following = (part.long() for part in (slots, lengths, tokens, following))
         slots = torch.where(slots < 0, self.cache.padding, slots)
         nodes = paths.clamp_min(0)
@@ -79,10 +99,10 @@ class HeadOnDevice:
         kept = (paths >= 0).sum(dim=1)
         steps, device = paths.shape[1], paths.device
         depths = torch.arange(steps, device=device).expand(len(paths), -1)
-        if not self.cache.window:  # what pads a path is written behind it, where nobody reads it before it is rewritten
+        if not self.cache.window:  # padding is written after the path, where it is overwritten before it is read
             self.cache.tokens[slots[:, None], lengths[:, None] + depths] = after
         features, embeddings = self.head.features(states), self.embeddings[after]
-        if masks := self.head.config.masks:  # each text has its own behind the cells of the longest path
+        if masks := self.head.config.masks:  # each text has masks of its own, after the cells of the longest path
             features, embeddings = self._with_masks(features, embeddings)
             depths = torch.cat([depths, kept[:, None] + torch.arange(masks, device=device)], dim=1)
         rows = torch.arange(steps + masks, device=device)
@@ -97,7 +117,7 @@ class HeadOnDevice:
         return lengths + kept
 
     def _with_masks(self, features: Tensor | None, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows (batch, rows, width) and behind them those of the masks."""
+        """Features and embeddings (batch, rows, width) of rows, and after them those of the masks."""
         assert features is not None, "a head without hidden states has none to mask"
         shown = self.head.mask_embeddings.expand(len(features), -1, -1)
         return (
@@ -108,8 +128,8 @@ class HeadOnDevice:
     def _read(
         self, slots: Tensor, lengths: Tensor, features: Tensor | None, embeddings: Tensor, behind: Behind, accepted: int
     ) -> Rows:
-        """One pass over rows behind texts of so many rows. Of the nodes that the target scored behind them it has kept
-        as many as are accepted, at most so many, and rows see those that they see of each other."""
+        """One pass over rows after texts of `lengths` rows. The target's cache has up to `accepted` new rows after
+        these texts, those of the accepted path; rows attend to them as they attend to each other."""
         if self._host is not None:
             return self._host.read(slots, lengths, features, embeddings, behind)
         look = None
@@ -123,16 +143,16 @@ class HeadOnDevice:
     # Nodes of trees
 
     def _at_roots(self, slots: Tensor, roots: Tensor) -> Rows:
-        """What is predicted after roots (batch,), and carried on, (batch, 1, width) each."""
+        """What the rows before the `roots` (batch,) predict after them, and carry on, (batch, 1, width) each."""
         predict, carry = self.cache.predicted[slots][:, None], self.cache.carried[slots][:, None]
         return Rows(self._corrected(predict, roots[:, None]), carry)
 
     def _below(
         self, slots: Tensor, lengths: Tensor, carry: Tensor, tokens: Tensor, first: int, own: Tensor, depth: int
     ) -> Rows:
-        """The rows of nodes (batch, rows), so many levels below their roots, that read what their parents carried.
-        They are written behind the text from cell `first` on, and see their `own` (batch, rows, cells) there. A
-        parallel head has predicted their level already."""
+        """The rows of nodes with `tokens` (batch, rows), `depth` levels below their roots, which read what their
+        parents carried on (`carry`). They are written after the text from cell `first` on, and attend to their `own`
+        cells (batch, rows, cells) after the text. A parallel head has predicted their level already."""
         if masks := self.head.config.masks:
             foreseen = self.cache.foreseen[slots, min(depth, masks) - 1][:, None]
             return Rows(self._corrected(foreseen.expand_as(carry), tokens), carry)
@@ -141,7 +161,7 @@ class HeadOnDevice:
         return self._read(slots, lengths, carry, self.embeddings[tokens], behind, accepted=0)
 
     def _corrected(self, predict: Tensor, tokens: Tensor) -> Tensor:
-        """What is predicted after tokens (batch, rows), of a head with a bias by these."""
+        """What is predicted after `tokens` (batch, rows), corrected by them if the head has a bias."""
         return self.head.corrected(predict, self.embeddings[tokens]) if self.head.config.bias else predict
 
 
@@ -149,15 +169,15 @@ class DeviceDraft(HeadOnDevice, ABC):
     """Trees of the most probable tokens."""
 
     cells: int
-    """cells behind a text that a growing tree takes"""
+    """number of cells after a text that a growing tree takes"""
     depth: int
-    """levels of a whole tree"""
+    """number of levels of a whole tree"""
     nodes: int
-    """of a whole tree, at most, the root included"""
+    """most nodes of a whole tree, the root included"""
     lays_in_place = False
-    """whether the trees of so many texts are always laid at the same place"""
+    """whether the trees of a given number of texts are always written to the same tensors"""
     grammars: GrammarLevels | None = None
-    """what grammars allow in trees that grow on a host; what is recorded on a device knows no grammar"""
+    """what grammars allow in trees that grow on a host; drafts that are recorded on a device ignore grammars"""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -166,7 +186,7 @@ class DeviceDraft(HeadOnDevice, ABC):
             self._list_for_kernels()
 
     def _list_for_kernels(self) -> None:
-        """The table as kernels read it."""
+        """Prepare the table in the form that kernels read."""
         from branchwise.cuda.heads.best_tokens import Parts
 
         self._normed_rows = with_norm(self._rows, self.head.output_norm.weight)
@@ -174,31 +194,32 @@ class DeviceDraft(HeadOnDevice, ABC):
 
     @abstractmethod
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        """Trees below these roots, of texts with so many rows; a row for each text, the tokens (batch, nodes) first."""
+        """Trees below `roots`, of texts with `lengths` rows, as tensors with a row for each text; the first are the
+        tokens (batch, nodes)."""
 
     @abstractmethod
     def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
-        """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
+        """The trees that `grow` found, cut to budgets; there may be fewer budgets than rows."""
 
     def rests(self, batch: int) -> bool:
-        """A step of so many texts begins; whether nothing is to be drafted in it."""
+        """Called when a step of `batch` texts begins; returns whether nothing is to be drafted in it."""
         return False
 
     def begin(self) -> None:
-        """Prompts are read, and what belongs to this step alone begins."""
+        """Called when prompts are read, and the work of this step alone begins."""
 
     def drafted(self, trees: Sequence[DraftTree]) -> None:
-        """These trees are scored next."""
+        """Called before these trees are scored."""
 
     def scored(self, verdicts: Sequence[Verdict]) -> None:
-        """The verdicts on them are known."""
+        """Called when the verdicts on the trees are known."""
 
     def forget(self) -> None:
-        """How much of what the head said came true."""
+        """Forget how often what the head proposed came true."""
 
     def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
-        """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
-        roots, behind texts of so many rows."""
+        """The tokens of the table and of each text's prompt that are most likely to come after rows `depth` - 1 levels
+        below the roots, of texts with `lengths` rows."""
         if self._host is not None and self.grammars is None and not self.cache.foresees(slots):
             return Likely(*self._host.best(self._product, self._table, predict, slots, count))
         known, size = self.cache.extra_tokens[slots], len(self._table)
@@ -216,7 +237,7 @@ class DeviceDraft(HeadOnDevice, ABC):
             )  # fmt: skip
             places = places.long()
         else:
-            if known.device.type == "cpu":  # room is for many, and texts have few
+            if known.device.type == "cpu":  # skip empty columns: few texts fill all of them
                 known = known[:, : max(1, int((known >= 0).sum(dim=1).max()))]
             bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
             own = bare @ self.cache.extra_rows[:, : known.shape[1]][slots].transpose(1, 2)
@@ -234,8 +255,8 @@ class DeviceDraft(HeadOnDevice, ABC):
         return likely if self.grammars is None else self._forced(likely, self.grammars)
 
     def _foreseen(self, logits: Tensor, slots: Tensor, positions: Tensor, known: Tensor) -> Tensor:
-        """The logarithms of chances, given logits for the tokens of the table and for those that each text has known of
-        besides, of which some are to be drawn in these positions."""
+        """The logarithms of chances (`foresight`), given logits for the tokens of the table and for the `known` tokens
+        of each text; `positions` are those of the draws."""
         dice, temperatures = (part[slots] for part in self.cache.draws)
         if logits.device.type == "cpu" and not bool(temperatures.any()):
             return logits.log_softmax(dim=-1)
@@ -245,7 +266,7 @@ class DeviceDraft(HeadOnDevice, ABC):
         return foreseen(listed, self._table, keys, temperatures > 0, own, known, len(self.embeddings))
 
     def _forced(self, likely: Likely, levels: GrammarLevels) -> Likely:
-        """The same where a grammar leaves no choice: its token may not even be in the table."""
+        """The most probable tokens, with those that a grammar forces put in: a forced token may not be in the table."""
         tokens, logprobs = likely.tokens.clone(), likely.logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         for text, row, token in levels.forced():
             tokens[text, row, 0] = token
@@ -255,5 +276,5 @@ class DeviceDraft(HeadOnDevice, ABC):
 
 
 def with_norm(weight: Tensor, *norms: Tensor) -> Tensor:
-    """A matrix that takes rows before the weights of their norms, as kernels read it."""
+    """A matrix with the weights of norms multiplied in, as kernels read it: its inputs are normed without weights."""
     return (weight.float() * torch.cat(norms).float()).to(weight.dtype).contiguous()

@@ -1,9 +1,9 @@
 """Chains, paths and shapes that a head draws on the device ahead of the host, all levels in one recording
 (`draft.drawn`).
 
-They are those that the host would draw level by level: the same noise, the same distributions. What is drawn has to be
-independent of the verdict that judges it, so trees come from the states of committed tokens alone. A verdict that never
-counted, because its step was interrupted, is undone before anything else is drawn.
+These trees equal those that the host would draw level by level, with the same noise and the same distributions. Draws
+must be independent of the verdict that judges them, so trees come from the states of committed tokens alone. If a step
+was interrupted, so that its verdict never counted, the verdict is undone before anything else is drawn.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from branchwise.draft.model.reading import BatchReading
 from branchwise.verify import Verdicts
 
 Reading = Callable[[list[SamplingParams]], BatchReading]
-"""reads the logits of a head for texts that are sampled so"""
+"""makes the reading of a head's logits for sampling parameters"""
 
 
 class Inner(NamedTuple):
     """The nodes of one level that have children, as constants on the device."""
 
     first: int
-    """the cell behind the text that the first of them is written to"""
+    """the cell of the first of these nodes, counted from the end of the text"""
     above: Tensor
-    """(rows,): rows of the level before that are their parents"""
+    """(rows,): the rows of their parents in the level before"""
     own: Tensor
-    """(1, rows, cells): which cells behind the text they attend to"""
+    """(1, rows, cells): the cells after the text that they attend to"""
 
 
 class Extra(NamedTuple):
-    """Tokens outside the table that texts may propose too."""
+    """Tokens outside the table that can be proposed in each text too."""
 
     tokens: Tensor
-    """(batch, some), -1 for none"""
+    """(batch, some): the tokens, -1 for none"""
     rows: Tensor
     """(batch, some, width): their output rows"""
 
 
 class DrawnHead(HeadOnDevice):
-    """A head that says what follows the nodes of such trees."""
+    """A head that computes the logits after the nodes of drawn trees."""
 
     def __init__(self, draft: TreeDraft, vocabulary: int, *parts: Any) -> None:
         super().__init__(*parts)
@@ -68,11 +68,11 @@ class DrawnHead(HeadOnDevice):
         self._cell_depths = self._padded(columns).to(device)
 
     def _padded(self, cells: Tensor) -> Tensor:
-        """(…, cells): all that a whole tree takes."""
+        """(…, cells), padded to the cells that a whole tree takes."""
         return functional.pad(cells, (0, self.cells - cells.shape[-1]))
 
     def passes(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> Passes:
-        """Over trees below these roots, of texts with so many rows; (batch,) each."""
+        """The passes over trees below `roots`, of texts with `lengths` rows; (batch,) each."""
         return HeadPasses(self, slots, lengths.long(), roots.long())
 
     def extra(self, slots: Tensor) -> Extra:
@@ -80,11 +80,11 @@ class DrawnHead(HeadOnDevice):
         return Extra(tokens, self._output[tokens.clamp_min(0)])
 
     def logits(self, predict: Tensor, extra: Extra) -> Tensor:
-        """(batch, nodes, vocabulary): of the table and of each text's own tokens, given what is predicted (batch,
-        nodes, width)."""
+        """(batch, nodes, vocabulary): the logits of the tokens of the table and of each text's extra tokens, given what
+        rows `predict` (batch, nodes, width)."""
         read = self.head.output(predict)
         listed = self._product(read, None).to(predict.dtype)
-        # What stands for no token is written where a token of the table is, and says the same of it.
+        # A missing extra token is written to the place of the table's first token, with the same logit.
         known = (extra.tokens >= 0)[:, None]
         own = torch.where(known, (read @ extra.rows.transpose(1, 2)).to(predict.dtype), listed[..., :1])
         places = torch.where(known, extra.tokens[:, None], self._table[0]).expand_as(own)
@@ -93,7 +93,7 @@ class DrawnHead(HeadOnDevice):
 
 
 class HeadPasses(Passes):
-    """Operation by operation."""
+    """Passes in torch, operation by operation."""
 
     def __init__(self, head: DrawnHead, slots: Tensor, lengths: Tensor, roots: Tensor) -> None:
         self._head, self._slots, self._lengths = head, slots, lengths
@@ -104,7 +104,7 @@ class HeadPasses(Passes):
     def below(self, tokens: Tensor, level: int) -> Tensor:
         first, above, own = self._head._inner[level - 1]
         carry, own = self._carry[:, above], own.expand(len(tokens), -1, -1)
-        tokens = tokens.clamp_min(0)  # -1 where a distribution had no more
+        tokens = tokens.clamp_min(0)  # -1 if a distribution had no more tokens
         predict, self._carry = self._head._below(self._slots, self._lengths, carry, tokens, first, own, level)
         return self._head.logits(predict, self._extra)
 
@@ -115,7 +115,7 @@ class Unsettled(NamedTuple):
     sequence: SequenceState
     slot: int
     length: int
-    """tokens that it had in front of the verdict"""
+    """number of its tokens before the verdict"""
 
 
 class DrawnAhead(CatchingUp):
@@ -127,16 +127,17 @@ class DrawnAhead(CatchingUp):
         self._draft, self._drawn_head = draft, head
         self._drawing = Drawing(target, reading)
         self._found: Drawn | None = None
-        """trees below the tokens of the last verdicts"""
+        """drawn trees whose roots are the tokens of the last verdicts"""
         self._told: Told | None = None
-        """what the host has to know of them, on its way"""
+        """what the host must know of these trees, on its way to the host"""
         self._rests = 0
-        """batches that are left to the host"""
+        """number of batches that are still left to the host"""
         cache = head.cache
         self._states = cache.predicted, cache.carried, cache.foreseen
         self._before = tuple(map(torch.zeros_like, self._states))
-        """(slots, …): what they were in front of the last verdict"""
+        """(slots, …): copies of the states before the last verdict"""
         self._unsettled: list[Unsettled] = []
+        """texts of the last verdict, until it is known to count"""
         super().__init__(target, head, draft.depth, head.cells)
 
     def _record(self) -> None:
@@ -144,8 +145,8 @@ class DrawnAhead(CatchingUp):
         self._drawing.start(self._draft, self._drawn_head.passes)
 
     def _put_by(self, sequences: Sequence[SequenceState], slots: Sequence[int]) -> None:
-        """Remember what the states are in front of a verdict. Not a part of what is recorded: a recording runs what it
-        records more than once, and the last time would remember what the verdict has made of them."""
+        """Keep a copy of the states before a verdict. This must not be recorded: a recording runs its operations more
+        than once, and the second run would copy states that the verdict has changed already."""
         self._unsettled = []
         for now, before in zip(self._states, self._before, strict=True):
             before.copy_(now)
@@ -204,7 +205,7 @@ class DrawnAhead(CatchingUp):
         if found is None or not draft.resident or not draft.whole(budgets):
             return None
         if draft.tells and self._target.device.type == "cpu" and draft.fails(found.told.tolist(), budgets):
-            return None  # a device does not know yet, and a pass over such trees is made in vain
+            return None  # on a GPU the host cannot know this yet, and a pass over such trees is wasted
         self._next = draft.trees(found, self._sequences, budgets)
         return self._next
 
@@ -212,7 +213,7 @@ class DrawnAhead(CatchingUp):
         self._drop()
         sequences, nodes = self._sequences, scored.nodes
         if nodes is None or not sequences:
-            return  # the rows are read by the host's way
+            return  # the host reads the rows
         slots = self._slots(sequences)
         self._put_by(sequences, slots)
         _, ends = self._written(nodes, verdicts, hidden)

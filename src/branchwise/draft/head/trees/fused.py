@@ -1,9 +1,9 @@
-"""The trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run, and the network of a
+"""The trees of a head with a few kernels for each level: `BestFirstDraft` if Triton's kernels run, and the network of a
 `DrawnHead`.
 
 A level of the best tree is nine launches instead of eighty, twelve with a gate: the products of the layer
 (`cuda.heads.rows`), attention, the best tokens of the table (`cuda.heads.best_tokens`) and the choice of the next nodes
-(`cuda.heads.tree`). A network whose form these products do not know is computed by torch, and all the rest is the same.
+(`cuda.heads.tree`). If the products do not support the form of a network, torch computes it, and the rest is the same.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from branchwise.draft.head.trees.drawn import DrawnHead
 from branchwise.draft.policies.topk import TopK
 
 OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "gate", "epsilon"
-"""of a network, that the kernels compute; others must be left as they are by default"""
+"""options of a network that the kernels support; all others must have their defaults"""
 
 
 class Outputs(NamedTuple):
-    """What rows predict, and what they carry on, (rows, width) each."""
+    """What rows predict and what they carry on, (rows, width) each."""
 
     predict: Summed
     carry: Summed
@@ -56,12 +56,12 @@ class GateWeights(NamedTuple):
     mix: Tensor
     bias: Tensor
     select: Tensor
-    """the lines that select, then those that are selected from"""
+    """the rows of `Gate.select`, then those of `Gate.up`, with norms multiplied in"""
     down: Tensor
 
 
 class PickedDraft(BestFirstDraft):
-    """Kernels choose and lay the nodes, and the network computes operation by operation, whatever its form."""
+    """Kernels choose and lay the nodes; torch computes the network, which may have any form."""
 
     lays_in_place = True
 
@@ -73,7 +73,7 @@ class PickedDraft(BestFirstDraft):
     def _shape(self, tree: TopK, copies: int) -> None:
         super()._shape(tree, copies)
         self._places: dict[int, Laid] = {}
-        """by the number of texts: where trees of this shape lie"""
+        """number of texts -> tensors that trees of this shape are written to"""
         copy_levels = torch.arange(1, copies + 1, device=self._levels.device)
         self._all_levels = torch.cat([self._levels, copy_levels])
 
@@ -106,7 +106,7 @@ class PickedDraft(BestFirstDraft):
         return self._places[batch]
 
     def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
-        """Rows (rows, width) with what is predicted and carried on after roots, and which are theirs, (batch, 1)."""
+        """Outputs (rows, width) of the rows before the roots, and the index of each root's row, (batch, 1)."""
         predict, carry = self._at_roots(slots.long(), roots.long())
         rows = Outputs(Summed.of(predict[:, 0]), Summed.of(carry[:, 0]))
         return rows, numbers(len(slots), 1, slots.device)
@@ -114,7 +114,7 @@ class PickedDraft(BestFirstDraft):
     def _level_rows(
         self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
     ) -> Outputs:
-        """The same after the nodes of a level, text by text; `above` has those of their parents."""
+        """Outputs of the nodes of a level, text by text; `above` are the outputs of the level before."""
         own = unpack_bits(level.bits, max(1, self.cells))
         carry = above.carry.states[level.states]
         predict, carry = self._below(slots.long(), lengths.long(), carry, level.tokens, cell, own, depth)
@@ -122,7 +122,7 @@ class PickedDraft(BestFirstDraft):
 
 
 class FusedHead(HeadOnDevice):
-    """Kernels compute the network too: the states of a root lie in its slot, those of a node where its row does."""
+    """Kernels compute the network too. They read the states of a root from its slot, those of a node from its row."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -181,7 +181,7 @@ class FusedHead(HeadOnDevice):
         cell: int,
         depth: int,
     ) -> Outputs:
-        """What nodes predict and carry on that stand so many levels below the roots, as `_layers` takes the rest."""
+        """Outputs of nodes `depth` levels below the roots; the other arguments are those of `_layers`."""
         found = self._layers(states, at, tokens, slots, lengths, bits, cell=cell, position=depth - 1, advance=0)
         outputs = found.states.shape[1] // self.head.config.width
         return Outputs(found.part(0, outputs), found.part(outputs - 1, outputs))
@@ -199,13 +199,13 @@ class FusedHead(HeadOnDevice):
         position: int,
         advance: int,
     ) -> Summed:
-        """(rows, width or twice that): what rows predict, and carry on if that is something else.
+        """(rows, width or twice that): what rows predict, and what they carry on if that is something else.
 
-        They read states[at] and tokens, (batch, rows) each; the rest as `head_rows.read` takes it.
+        Rows read states[at] and tokens, (batch, rows) each; the other arguments are those of `cuda.heads.rows.read`.
         """
         head, config = self.head, self.head.config
         (batch, count), device = at.shape, slots.device
-        depths = filled(0, torch.int32, device, batch, count)  # these two only windows need
+        depths = filled(0, torch.int32, device, batch, count)  # only windows need depths and columns
         columns = filled(0, torch.int32, device, batch, WORD * bits.shape[2])
         embedded, own = Embedded(self.embeddings, self._sizes, tokens), numbers(batch, count, device)
         if self._gate is not None:
@@ -227,10 +227,10 @@ class FusedHead(HeadOnDevice):
 
 
 class FusedDraft(FusedHead, PickedDraft):
-    """Kernels do all of it."""
+    """Kernels compute the network, and choose and lay the nodes."""
 
     def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
-        last = Summed.of(self.cache.last)  # both at once: each would be as many launches
+        last = Summed.of(self.cache.last)  # both halves at once, which halves the launches
         return Outputs(*map(Summed, *last)), slots[:, None]
 
     def _level_rows(
@@ -240,7 +240,7 @@ class FusedDraft(FusedHead, PickedDraft):
 
 
 class FusedDrawnHead(FusedHead, DrawnHead):
-    """Kernels compute the network, and torch what is drawn."""
+    """Kernels compute the network, and torch makes the draws."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -251,7 +251,7 @@ class FusedDrawnHead(FusedHead, DrawnHead):
 
 
 class FusedPasses(Passes):
-    """By the kernels of a level: those of the first read the states of roots in their slots."""
+    """Passes by the kernels of a level; the first level reads the states of roots from their slots."""
 
     def __init__(self, head: FusedDrawnHead, slots: Tensor, lengths: Tensor, roots: Tensor) -> None:
         self._head, self._slots, self._lengths = head, slots.int(), lengths
@@ -262,7 +262,7 @@ class FusedPasses(Passes):
     def below(self, tokens: Tensor, level: int) -> Tensor:
         (first, above, _), bits = self._head._inner[level - 1], self._head._bits[level - 1]
         batch, rows = tokens.shape
-        tokens = tokens.clamp_min(0).contiguous()  # -1 where a distribution had no more
+        tokens = tokens.clamp_min(0).contiguous()  # -1 if a distribution had no more tokens
         found = self._head._level_of(
             self._carry,
             self._at[:, above].contiguous(),
@@ -277,18 +277,18 @@ class FusedPasses(Passes):
         return self._head.logits(found.predict.states.unflatten(0, (batch, rows)), self._extra)
 
 
-# Constants; a recorded graph reads them where they lie
+# Constants, cached because recorded graphs hold their addresses
 
 
 @cache
 def numbers(batch: int, count: int, device: torch.device) -> Tensor:
-    """(batch, count): the rows of all texts, numbered."""
+    """(batch, count): the numbers of the rows of all texts."""
     return torch.arange(batch * count, device=device).view(batch, count)
 
 
 @cache
 def in_order(batch: int, steps: int, device: torch.device) -> Tensor:
-    """(batch, steps, words): rows behind a text that see each other in their order, as bits."""
+    """(batch, steps, words): the attention bits of rows after a text, each of which attends to those before it."""
     return pack_bits(torch.ones(steps, steps, dtype=torch.bool, device=device).tril()).repeat(batch, 1, 1)
 
 

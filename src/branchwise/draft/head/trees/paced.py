@@ -1,9 +1,9 @@
 """The most probable tree of a head on a host, as large as pays.
 
-On a host every level takes time, and every row makes the pass of the target longer, the second one most of all. So no
-level is grown that hardly anything reaches, and of all nodes as many are kept as give most tokens a second, by passes
-that are timed during generation and by how often what the head says came true (`control`). Where no node pays, nothing
-is drafted.
+On a host every level takes time, and every row makes the pass of the target longer, the second row most of all. So a
+level that is unlikely to be reached is not grown, and as many nodes are kept as give most tokens a second. This is
+decided by passes that are timed during generation, and by how often what the head proposed came true (`control`). If no
+node pays, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from branchwise.draft.policies.topk import TopK
 from branchwise.verify import Verdict
 
 UNLIKELY = 0.3
-"""no level is grown below nodes less probable than this"""
+"""the least probability of a level's best path with which another level is grown below it"""
 
 
 class Said(NamedTuple):
-    """What was said of the proposed nodes of one text."""
+    """The proposed nodes of one text, with the probabilities that the head gave them."""
 
     masses: list[float]
-    """behind their parents"""
+    """probability of each node after its parent"""
     tokens: list[int]
     parents: list[int]
     chosen: list[int]
-    """numbers of the nodes that were drafted"""
+    """indices of the nodes that were drafted"""
 
     def kept(self, verdict: Verdict) -> dict[int, bool]:
-        """The nodes of which a verdict says something, whether or not they were drafted; and what it says."""
+        """node -> whether it came true, for all proposed nodes that a verdict decides, drafted or not."""
         path = [-1, *(self.chosen[node - 1] for node in verdict.path[1:])]
         found = what_came(self.tokens, self.parents, path, verdict.token)
         return {node: came for node, came in found.items() if self.masses[node]}
@@ -55,22 +55,22 @@ class Rows(NamedTuple):
     """Nodes of one text that are expanded together."""
 
     values: list[float]
-    """the logarithms of the chances of their paths"""
+    """log-probabilities of their paths"""
     nodes: list[int]
-    """which of the proposed ones they are, -1 for the root"""
+    """their indices among the proposed nodes, -1 for the root"""
 
 
 class Proposed(NamedTuple):
-    """All nodes that may join the tree of one text, level by level, those of a copy behind them."""
+    """All proposed nodes of the tree of one text, level by level, and after them those of a copy."""
 
     values: list[float]
-    """the logarithms of the chances of their paths"""
+    """log-probabilities of their paths"""
     tokens: list[int]
     parents: list[int]
-    """-1 for the root"""
+    """indices of their parents, -1 for the root"""
 
     def add(self, rows: Rows, logprobs: list[list[float]], tokens: list[list[int]]) -> None:
-        """What is proposed behind each of some nodes."""
+        """Add the tokens that are proposed after each of some nodes."""
         for value, node, said, named in zip(*rows, logprobs, tokens, strict=True):
             self.values.extend(value + more for more in said)
             self.tokens.extend(named)
@@ -78,22 +78,22 @@ class Proposed(NamedTuple):
 
     @property
     def masses(self) -> list[float]:
-        """How probable each node is behind its parent; 0 for one that is not there."""
+        """The probability of each node after its parent; 0 for a missing node."""
         above = [self.values[parent] if parent >= 0 else 0.0 for parent in self.parents]
         pairs = zip(self.values, above, strict=True)
         return [math.exp(min(0.0, value - over)) if value > NOTHING else 0.0 for value, over in pairs]
 
     @property
     def ranked(self) -> list[int]:
-        """The most probable paths first; of equal ones that which was proposed first."""
+        """The nodes, the most probable path first; of equal paths, the one that was proposed first."""
         return sorted(range(len(self.values)), key=self.values.__getitem__, reverse=True)
 
     def best(self, count: int) -> list[int]:
-        """So many nodes of the most probable paths, rising."""
+        """The `count` nodes with the most probable paths, in ascending order."""
         return sorted(self.ranked[:count])
 
     def laid(self, root: int, chosen: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens, parents and depths of the chosen nodes behind their root, and their ancestors as bits of words. One
+        """Tokens, parents and depths of the root and the chosen nodes, and their ancestors as bits of words. A node
         whose parent was not chosen is padding."""
         place = {-1: 0} | {node: number for number, node in enumerate(chosen, start=1)}
         tokens, parents, depths, reach = [root], [-1], [0], [1]
@@ -111,30 +111,30 @@ class Proposed(NamedTuple):
 
 class PacedDraft(BestFirstDraft):
     def __init__(self, target: TargetInfo, level_cost: float, tree: TopK, *parts: Any, copies: int = 0) -> None:
-        """`level_cost` is that of a level, in passes of the target."""
+        """`level_cost` is the cost of a level, in passes of the target."""
         super().__init__(tree, *parts, copies=copies)
         self._target = target
         self._costs = PassCostModel()
         self._texts = 0
-        """of a batch, whose rows come before those of padding"""
+        """number of texts of a batch, whose rows come before those of padding"""
         self._made = 0
-        """levels of the trees that grow"""
+        """number of levels that the current trees have so far"""
         self._laid: tuple[int, float] | None = None
-        """rows of a pass that is being made, and when it began"""
+        """rows of the target's current pass, and when it began"""
         self._level_cost = level_cost
         self._rests: dict[int, Rest] = {}
-        """by the size of a batch: what pays for one text may be dear for many"""
+        """size of a batch -> its `Rest`: what pays for one text may cost too much for many"""
         self._rest, self._resting = Rest(), False
         self._begun = 0.0
         """when the step began"""
         self._trust, self._trust_in_copies = Trust(), Trust()
         self._said: list[Said] = []
-        """of the trees that were grown last"""
+        """proposed nodes of the trees that were grown last, text by text"""
         self._asked: list[Said] = []
-        """of those that are scored"""
+        """proposed nodes of the trees that are scored, text by text"""
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        """What its parent does, whose few numbers a host has sooner in lists."""
+        """As `BestFirstDraft.grow`, but with lists: for so few numbers a host is faster with them."""
         slots, lengths = slots.long(), lengths.long()
         self._texts, width = int((slots != self.cache.padding).sum()), self._width
         every, texts = np.arange(len(slots))[:, None], [Proposed([], [], []) for _ in slots]
@@ -184,12 +184,12 @@ class PacedDraft(BestFirstDraft):
         return [Proposed(*parts) for parts in zip(*(part.tolist() for part in found), strict=True)]
 
     def _ends_at(self, depth: int, most: float) -> bool:
-        """Whether no level is grown below this one, whose best node has a path so probable."""
+        """Whether no level is grown below level `depth`; `most` is the log-probability of its best path."""
         self._made = depth
         return depth == self._grown or not self._costs.knows_plain or math.exp(most) < UNLIKELY
 
     def _worth(self, masses: list[float], parents: list[int]) -> list[float]:
-        """How probable the paths of nodes are, by what such promises were worth."""
+        """The probabilities of the paths of nodes, corrected by how often such nodes came true."""
         found: list[float] = []
         for node, (mass, parent) in enumerate(zip(masses, parents, strict=True)):
             found.append((found[parent] if parent >= 0 else 1.0) * self._trusted(node, len(masses)).worth(mass))
@@ -199,7 +199,7 @@ class PacedDraft(BestFirstDraft):
         return self._trust_in_copies if node >= nodes - self._copies else self._trust
 
     def _size(self, texts: list[Proposed], worth: list[list[float]]) -> int:
-        """How many nodes give most tokens a second, of all texts together."""
+        """The number of nodes of each text that gives most tokens a second, for all texts together."""
         if not self._costs.knows_plain:
             return 0  # once in a while a plain step must be timed
         most = min(self.nodes - 1, len(texts[0].values))
@@ -253,5 +253,5 @@ class PacedDraft(BestFirstDraft):
 
 
 def on_host(numbers: Any) -> Tensor:
-    """Lists of whole numbers, whatever device and kind torch would take by default."""
+    """Lists of integers as an int64 tensor on the host, whatever torch's default device and dtype are."""
     return torch.from_numpy(np.array(numbers, np.int64))

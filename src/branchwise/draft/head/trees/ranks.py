@@ -1,6 +1,6 @@
 """Trees of ranks that a head lays on the device.
 
-The shape is known beforehand, so which row reads which, and what each may attend to, are constants.
+The shape is known in advance, so the parent of every row, and the cells that it attends to, are constants.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class Level(NamedTuple):
 
     depth: int
     nodes: Tensor
-    """(rows,): where they stand in the tree"""
+    """(rows,): the places of these nodes in the tree"""
     above: Tensor
-    """(rows,): rows of the level before that are their parents"""
+    """(rows,): the rows of their parents in the level before"""
     own: Tensor
-    """(1, rows, cells): which cells behind the text they attend to"""
+    """(1, rows, cells): the cells after the text that they attend to"""
     first: int
-    """the cell behind the text that the first of them is written to"""
+    """the cell of the first of these nodes, counted from the end of the text"""
     children: Tensor
-    """(children,): where the nodes below them stand in the tree"""
+    """(children,): the places of their children in the tree"""
     elder: Tensor
-    """(children,): the row of each child's parent times `width`, plus its rank"""
+    """(children,): the row of each child's parent times `width`, plus the rank of the child"""
     width: int
     """the most children of one node"""
 

@@ -1,7 +1,8 @@
-"""Rows of texts that wait to be read, as the end of a prompt whose beginning was inherited.
+"""Reading a few waiting rows of texts, such as the end of a prompt whose beginning was inherited.
 
-A pass of the network over them is a hundred launches, whose time all texts of a batch wait. What reads the rows that a
-verdict kept is recorded, so it reads these too: a few of every text at a time, padded to few sizes.
+A pass of the network over these rows is a hundred launches, and all texts of the batch wait for it. But reading the
+rows that a verdict kept is recorded. So the same function (`HeadOnDevice.catch_up`), recorded, reads waiting rows too:
+a few of every text at a time, padded to few sizes.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from branchwise.draft.head.following import Unread
 from branchwise.draft.head.trees.device import HeadOnDevice
 
 STEPS = 8
-"""rows of a text that are read at a time"""
+"""number of rows of a text that are read at a time"""
 MOST = 8 * STEPS
-"""rows of a text; more of them are read in larger passes, whose launches are worth it"""
+"""most waiting rows of a text; more rows are read in larger passes, which are worth their launches"""
 BATCHES = (1, 4, 16)
-"""texts that are read together"""
+"""numbers of texts that are recorded"""
 
 
 class Places(NamedTuple):
-    """Where so many texts are read."""
+    """Input buffers for one number of texts."""
 
     numbers: PinnedBuffer
-    """slots, rows and following tokens, a line each, then the tokens and the nodes of paths, (batch, steps)"""
+    """slots, rows and following tokens, a line each; then the tokens and the nodes of paths, (batch, steps) each"""
     hidden: list[Tensor]
-    """(batch, steps, width) a tap"""
+    """hidden states (batch, steps, width) for each tap"""
 
 
 class Waiting:
@@ -46,7 +47,7 @@ class Waiting:
         self._read = GraphedFunction(self._caught_up, self._device, capture=capture)
 
     def read(self, unread: Mapping[SequenceState, Unread]) -> None:
-        """Read all that waits in these texts, whose cells there is room for."""
+        """Read all waiting rows of these texts; the cache must have room for them."""
         while behind := [sequence for sequence, rows in unread.items() if len(rows)]:
             some = list(islice(behind, BATCHES[-1]))
             self._pass({sequence: unread[sequence] for sequence in some})
@@ -84,9 +85,10 @@ class Waiting:
     def _caught_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
     ) -> None:
-        self._head.catch_up(slots, lengths, tokens, paths.long(), following.long(), *hidden)  # as verdicts have them
+        self._head.catch_up(slots, lengths, tokens, paths.long(), following.long(), *hidden)  # int64, as in verdicts
 
 
 def aligned(count: int) -> int:
-    """As many numbers as begin and end where a kernel expects it that was compiled for those of verdicts."""
+    """`count` rounded up to a multiple of 4: kernels that were compiled for the numbers of verdicts expect this
+    alignment."""
     return -(-count // 4) * 4
