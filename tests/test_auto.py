@@ -133,6 +133,9 @@ def test_the_trees_of_a_draft_model_are_fixed_and_fit_its_cost() -> None:
     flat, deep = usual_trees(gpu, 0.1)
     assert all(tree.draw is Draw.FIXED for tree in (*usual_trees(cpu, 0.1), flat, deep))
     assert [(len(tree.shape), tree.shape.depth) for tree in (flat, deep)] == [(16, 3), (32, 7)]  # type: ignore[attr-defined]
+    dear = [(len(tree.shape), tree.shape.depth) for tree in usual_trees(gpu, 0.32)]  # type: ignore[attr-defined]
+    assert dear == [(13, 2), (16, 3)], "seven passes of a model of a third of the target's bytes never pay"
+    assert usual_trees(gpu, None)[1].shape.depth == 7  # type: ignore[attr-defined]
 
 
 def test_what_is_shipped_is_small_and_for_the_target_that_it_is_named_for() -> None:
