@@ -28,7 +28,7 @@ def let_drafting_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassCostModel, "knows_plain", True)
     monkeypatch.setattr(PassCostModel, "costs", lambda model, wanted, hoped=False: [1.0 for _ in wanted])
     monkeypatch.setattr(PassCostModel, "unclear", lambda model, rows, speed: False)
-    monkeypatch.setattr(Rest, "advance", lambda rest: None)
+    monkeypatch.setattr(Rest, "advance", lambda rest: False)
     monkeypatch.setattr(Rest, "is_resting", False)
 
 

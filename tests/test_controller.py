@@ -151,7 +151,7 @@ def rested(gains: Callable[[int], float], steps: int, texts: int = 1) -> list[in
     """The steps in which a source stood aside that gives so many tokens for each plain pass of time."""
     rest, found = Rest(Terms().for_texts(texts)), []
     for step in range(steps):
-        if rest.resting():
+        if rest.advance():
             found.append(step)
         else:
             rest.record(gains(step), 1.0)
@@ -185,9 +185,9 @@ def test_what_was_done_for_a_text_in_vain_is_spread_over_many_steps() -> None:
     rest, waits = Rest(), []
     for invested in (0.0, 5.0):
         rest.invest(invested)
-        while not rest.resting():
+        while not rest.advance():
             rest.record(0.9, 1.0)
-        waits.append(1 + sum(rest.resting() for _ in range(1000)))
+        waits.append(1 + sum(rest.advance() for _ in range(1000)))
     assert waits[1] > 3 / SHARE > waits[0]
 
 

@@ -257,14 +257,14 @@ def test_a_rehearsal_makes_plain_steps_and_drafted_ones_and_leaves_no_verdict() 
 def test_what_a_source_has_gained_it_may_lose_again_up_to_a_bound() -> None:
     rest = Rest(TERMS)
     for _ in range(200):
-        assert not rest.resting()
+        assert not rest.advance()
         rest.record(3.0, 1.0)
     lost = 0
-    while not rest.resting():
+    while not rest.advance():
         rest.record(1.0, 2.0)
         lost += 1
     assert TERMS.credit <= lost <= TERMS.credit + TERMS.first + 4
     waited = 1
-    while rest.resting():
+    while rest.advance():
         waited += 1
     assert waited == SHORTEST_WAIT, "it has paid, so it is tried again soon"

@@ -289,7 +289,7 @@ def test_in_a_rehearsal_all_sources_have_their_turns() -> None:
 def test_one_that_stands_aside_for_another_is_tried_soon_and_not_sooner_than_it_would_have_been() -> None:
     def waits(rest: Rest) -> int:
         found = 0
-        while rest.resting():
+        while rest.advance():
             found += 1
         return found
 

@@ -85,19 +85,15 @@ class Rest:
         self._left = 0
         """the number of steps until the next trial; negative in a trial"""
 
-    def advance(self) -> None:
-        """Count the step that is about to begin."""
+    def advance(self) -> bool:
+        """Count the step that is about to begin. Returns whether the source stands aside in it."""
         self._left -= 1
+        return self.is_resting
 
     @property
     def is_resting(self) -> bool:
         """Whether the source stands aside in the step that `advance` has counted last."""
         return self._left >= 0
-
-    def resting(self) -> bool:
-        """`advance`, then `is_resting`: for a caller that has a single source."""
-        self.advance()
-        return self.is_resting
 
     def invest(self, passes: float) -> None:
         """Count work for a whole text that took as long as this many plain passes. It says nothing of single steps, but

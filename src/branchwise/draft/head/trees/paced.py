@@ -216,7 +216,7 @@ class PacedDraft(BestFirstDraft):
         size = fitting(batch, BATCHES)
         self._costs = cost_model_of(self._target, batch)
         self._rest = self._rests.setdefault(size, Rest(Terms().for_texts(size)))
-        self._begun, self._resting = time.perf_counter(), self._rest.resting()
+        self._begun, self._resting = time.perf_counter(), self._rest.advance()
         if self._resting:
             self._said = []
         return self._resting
