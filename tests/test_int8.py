@@ -480,6 +480,9 @@ def test_auto_takes_eight_bits_where_they_pay(folder: Path, cache: Path, monkeyp
     def gain(times: float) -> Any:
         return lambda *_: exact.Trial({None: times, IntMM: 1.0})
 
+    monkeypatch.setattr(quantized, "tried", gain(9.9))
+    assert loaded(folder, "auto").conversion is None, "it fits into the caches"
+    monkeypatch.setattr(quantized, "LARGE", 1)
     monkeypatch.setattr(quantized, "tried", gain(1.1))
     monkeypatch.setattr(converted, "tried", gain(1.1))
     assert loaded(folder, "auto").conversion is None

@@ -34,7 +34,7 @@ FORMAT = 1
 PAYS = 1.25
 """how many times as fast as floating point products with 8 bits must be for `auto` to choose them"""
 LARGE = 1 << 20
-"""the number of weights from which on a drafter exceeds the caches and is read from memory"""
+"""the number of weights from which on a model exceeds the caches and is read from memory"""
 
 
 def choose_weights(weights: str, dtype: str | torch.dtype, device: str) -> str:
@@ -244,6 +244,11 @@ def install_products(model: nn.Module, quantised: str) -> Installed:
     for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers], way), strict=True):
         layer.__dict__["forward"] = Lent(product, layer)
     return Installed(lambda weight: in_eight_bits([weight], way)[0], 1 / layers[0].weight.itemsize)
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether a pass reads the weights of a model from memory."""
+    return sum(layer.weight.numel() for layer in linear_layers(model).values()) >= LARGE
 
 
 def trial(model: nn.Module, dtype: torch.dtype) -> Trial:

@@ -32,6 +32,7 @@ from branchwise.backends.quantized import (
     Conversion,
     Distance,
     install,
+    is_large,
     layers_of_one_input,
     quantised,
     rest_of,
@@ -78,7 +79,7 @@ def load_converted(
     progress: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model `name` in 8 or 4 bits on the CPU, from the cache if it has a copy. `auto` is 8 bits if a trial finds
-    that they pay on this machine, else `dtype`."""
+    that they pay on this machine, else `dtype`; a model that fits into the caches of a CPU is not tried."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     scheme = "int8" if weights == AUTO else weights
     place = _place(name, scheme, progress)
@@ -89,7 +90,7 @@ def load_converted(
         except _Damaged as error:
             log.warning("The copy of %s in %s is made again: %s.", name, scheme, error)
     model, tokenizer = load_model(name, dtype=torch.float32, device="cpu", **options)
-    if weights == AUTO and trial(model, dtype).gain < PAYS:
+    if weights == AUTO and not (is_large(model) and trial(model, dtype).gain >= PAYS):
         return (model, tokenizer) if dtype == model.dtype else load_model(name, dtype=dtype, device="cpu", **options)
     place = place or _place(name, scheme, progress)
     numbers, rest = convert(model, tokenizer, scheme, progress)

@@ -1,16 +1,17 @@
 """The weights of a draft model, loaded once and shared by all drafters that use them, and its KV cache.
 
-After a step the text has grown by the accepted nodes and one more token. The rows of nodes that the draft model has
-computed are kept in its KV cache; the rest of the text is written in the pass that computes the distribution after the
-new root. If a text has changed otherwise, the longest common prefix is kept.
+After a step the text has grown by the accepted nodes and one more token. If the draft model has computed the rows of
+accepted nodes, they stay in its KV cache; the rest of the text is written in the pass that computes the distribution
+after the new root. If a text has changed in another way, the rows of the longest common prefix stay.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from branchwise.backends.base import Execution
+from branchwise.backends.quantized import AUTO, FLOAT, QuantizedLinear
 from branchwise.backends.transformers.kv_cache import PartialTree
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.builder import TreeBuilder
 from branchwise.draft.model.pack import load_specialist
 from branchwise.draft.nested.parts import first_layers
-from branchwise.errors import ModelError
+from branchwise.errors import ModelError, UnsupportedModel, UsageError
 from branchwise.models import load_model
 
 if TYPE_CHECKING:
@@ -36,15 +38,15 @@ if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
 TREE_ROWS = 1024
-"""rows of a slot after its text: a policy may expand more nodes than it keeps"""
+"""number of rows of a slot after its text: a policy may expand more nodes than it keeps"""
 MOST_IDLE = 4
-"""idle KV caches, kept for reuse, the most recently used"""
+"""most idle KV caches that are kept for reuse, the most recently used"""
 
 
 class Weights:
     """A draft model with its tokenizer."""
 
-    _loaded: ClassVar[WeakValueDictionary[tuple[str, torch.dtype, str], Weights]] = WeakValueDictionary()
+    _loaded: ClassVar[WeakValueDictionary[tuple[str, torch.dtype, str, str], Weights]] = WeakValueDictionary()
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
@@ -56,18 +58,20 @@ class Weights:
         self._shallower: dict[int, Weights] = {}
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, device: torch.device, task: str | None = None) -> Weights:
-        """`task` is a specialist of a pack, which is a copy of its own."""
+    def of(
+        cls, name: str, dtype: torch.dtype, device: torch.device, task: str | None = None, weights: str = FLOAT
+    ) -> Weights:
+        """The loaded weights of a model. `task` names a specialist of a pack; each specialist is a copy of its own.
+        `weights` are those of `--weights`; with `auto` a model that cannot be quantised stays as it is."""
         shown = name if task is None else f"{name},task={task}"
-        key = shown, dtype, str(device)
+        key = shown, dtype, str(device), weights
         if (found := cls._loaded.get(key)) is None:
-            load = load_model if task is None else partial(load_specialist, task=task)
-            found = cls._loaded[key] = cls(shown, *load(name, dtype=dtype, device=str(device)))
+            found = cls._loaded[key] = cls(shown, *_load(name, dtype, str(device), task, weights))
         return found
 
     @cached_property
     def fingerprint(self) -> str:
-        """What its weights are known by."""
+        """The fingerprint of the weights."""
         from branchwise.backends.transformers.weights import weights_fingerprint  # takes seconds to import
 
         return weights_fingerprint(self.model)
@@ -101,7 +105,7 @@ class Weights:
                 del self._idle[:-MOST_IDLE]
 
     def first_layers(self, count: int) -> Weights:
-        """The model of so many of its layers; the same object for as many."""
+        """The model with its first `count` layers only; the same object for the same count."""
         if count not in self._shallower:
             model = first_layers(self.model, count)
             self._shallower[count] = Weights(f"{self.name} to layer {count}", model, self.tokenizer)
@@ -112,28 +116,48 @@ class Weights:
         key = None if rows is None else rows.cpu().numpy().tobytes()
         if key not in self._heads:
             head = self.model.get_output_embeddings()
-            if not isinstance(head, nn.Linear):
+            if not isinstance(head, nn.Linear | QuantizedLinear):
                 raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
             self._heads[key] = Head(head, rows)
         return self._heads[key]
 
 
+def _load(name: str, dtype: torch.dtype, device: str, task: str | None, weights: str) -> tuple[Any, Any]:
+    if task is not None:
+        if weights not in (FLOAT, AUTO):
+            raise UsageError(f"Specialists of a pack stay in floating point; leave out weights={weights}.")
+        return load_specialist(name, task=task, dtype=dtype, device=device)
+    if weights != FLOAT:
+        from branchwise.backends.transformers.converted import load_converted
+
+        with suppress(UnsupportedModel) if weights == AUTO else nullcontext():
+            return load_converted(name, weights, dtype=dtype)
+    return load_model(name, dtype=dtype, device=device)
+
+
 class Head(nn.Module):
     """The head of a draft model, or some rows of it; it keeps the hidden states of the last pass."""
 
-    def __init__(self, head: nn.Linear, rows: Tensor | None = None) -> None:
+    def __init__(self, head: nn.Linear | QuantizedLinear, rows: Tensor | None = None) -> None:
         super().__init__()
+        assert head.weight is not None, "output embeddings keep their weights"
         self.weight = head.weight if rows is None else head.weight[rows]
         self.bias = head.bias if rows is None or head.bias is None else head.bias[rows]
         self.seen: Tensor | None = None
+        # In a tuple, the quantised layer is no submodule: its weights would count twice.
+        self._quantised = (head,) if rows is None and isinstance(head, QuantizedLinear) else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.seen = hidden
+        if self._quantised is not None:
+            found: Tensor = self._quantised[0](hidden)
+            return found
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
 AT_ONCE = 16
-"""tokens of a text that are written along with its root, in the pass of the whole batch; more are prefilled apart"""
+"""most tokens of a text that are written together with its root, in the pass of the whole batch; more are prefilled
+separately"""
 
 
 @dataclass(eq=False)
@@ -148,16 +172,17 @@ class DraftSlot:
     rows: dict[int, int] = field(default_factory=dict)
     """node of the tree -> its row after the committed rows; the root has none"""
     ended: bool = False
-    """whether its text has, and only its rows are left"""
+    """whether the text has ended, and only its rows are left"""
 
 
 class DraftKVCache:
-    """Texts in the slots of a draft model."""
+    """The KV cache of a draft model, a slot for each text."""
 
     def __init__(
         self, weights: Weights, acquire: Callable[[], TransformersTarget], token_of: Callable[[int], int]
     ) -> None:
-        """Slots are acquired while there are texts. `token_of` maps a token of a tree to one of the draft model."""
+        """Slots are acquired with the first text and released with the last. `token_of` maps a token of a tree to a
+        token of the draft model."""
         self.token_of, self._weights, self._acquire = token_of, weights, acquire
         self._acquired: TransformersTarget | None = None
         self._texts: dict[SequenceState, DraftSlot] = {}
@@ -176,14 +201,15 @@ class DraftKVCache:
                 self._acquired = None
 
     def retire(self, sequence: SequenceState) -> None:
-        """A text has ended; its rows stay until it is closed, or its slot is needed."""
+        """Called when a text has ended; its rows stay until it is closed, or its slot is needed."""
         if (followed := self._texts.get(sequence)) is not None and not followed.ended:
             self.slots.store.retire(followed.key, len(followed.cached))
             followed.ended = True
 
     def inherit(self, source: SequenceState, sequence: SequenceState, text: list[int], *, moved: bool) -> None:
-        """Begin a text (tokens of the draft model) with the rows of another that it begins like. If these are `moved`,
-        that one is retired, and is closed. Drafters that share the cache may all ask for it."""
+        """Start a text (tokens of the draft model) with the rows of `source`, which it begins like. If the rows are
+        `moved`, `source` is retired, and is closed here. Of several drafters that share the cache, only the first call
+        has an effect."""
         if sequence in self._texts:
             return
         followed = self._texts.get(source)
@@ -200,10 +226,10 @@ class DraftKVCache:
     def roots(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], trees: Sequence[TreeBuilder]
     ) -> tuple[Tensor, list[slice]]:
-        """Write what is new in the texts (tokens of the draft model), and compute the logits after each root.
+        """Write the new tokens of the texts (tokens of the draft model), and compute the logits after each root.
 
-        Returns logits (batch, nodes, vocabulary), and where the row of each root is. The trees, bare roots so far, are
-        those that will grow.
+        Returns logits (batch, nodes, vocabulary), and the place of each root among the nodes. `trees`, bare roots so
+        far, are those that will grow.
         """
         ahead = self.unwritten(sequences, texts)
         followed = [self._texts[sequence] for sequence in sequences]
@@ -221,8 +247,8 @@ class DraftKVCache:
     def unwritten(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], most: int = AT_ONCE
     ) -> list[list[int]]:
-        """What is to be written of each text, at most so many tokens and at least its root. Texts that are new get a
-        slot; what is not valid any more of the others is dropped."""
+        """The tokens of each text that are still to be written, at least its root and at most `most`. New texts get a
+        slot; rows of the others that are no longer valid are dropped."""
         for sequence in sequences:
             if sequence not in self._texts:
                 if self._acquired is None:
@@ -232,23 +258,24 @@ class DraftKVCache:
         return [self._catch_up(self._texts[one], text, most) for one, text in zip(sequences, texts, strict=True)]
 
     def count(self, sequences: Sequence[SequenceState], written: Sequence[list[int]]) -> None:
-        """The rows of these tokens are written behind the committed ones of each text, and count as committed."""
+        """Count the rows of these tokens, written after the committed ones of each text, as committed."""
         for sequence, new in zip(sequences, written, strict=True):
             one = self._texts[sequence]
             self.slots.store.advance(one.key, len(new))
             one.cached += new
 
     def cached(self, sequence: SequenceState) -> list[int]:
-        """The tokens of a text whose rows are committed; none of a text that has no slot."""
+        """The tokens of a text whose rows are committed; none if the text has no slot."""
         return self._texts[sequence].cached if sequence in self._texts else []
 
     def seats(self, sequences: Sequence[SequenceState], rows: int) -> list[int]:
-        """The slots of these texts, behind whose committed rows so many others are about to be written."""
+        """The slots of these texts, for a pass that writes `rows` rows after their committed ones."""
         keys = [self._texts[sequence].key for sequence in sequences]
         return self.slots.store.seat(keys, [0] * len(keys), rows, rows)[0]
 
     def sprouts(self, sequences: Sequence[SequenceState], wanted: Sequence[list[int]]) -> tuple[Tensor, list[slice]]:
-        """The logits after the wanted nodes of every tree (batch, nodes, vocabulary), and where they are."""
+        """The logits (batch, nodes, vocabulary) after the `wanted` nodes of every tree, and the places of these nodes
+        in each text's row."""
         followed = [self._texts[sequence] for sequence in sequences]
         before = [len(one.rows) for one in followed]
         nodes = max(map(len, wanted))
@@ -268,7 +295,7 @@ class DraftKVCache:
                 while node > 0:
                     ancestors[b, place, rows[node]] = True
                     node = one.tree.parents[node]
-            for place in range(len(new), nodes):  # padding sees the text and itself
+            for place in range(len(new), nodes):  # padding attends to the text and itself
                 ancestors[b, place, before[b] + place] = True
             joined.append(rows)
 
@@ -287,16 +314,16 @@ class DraftKVCache:
         places: Sequence[slice],
         written: PartialTree | None = None,
     ) -> Tensor:
-        """One pass (`TransformersTarget.sprout`), of which only the logits at these places of each text are read."""
+        """One pass (`TransformersTarget.sprout`). Only the logits at `places` of each text are read from the result."""
         return self.slots.sprout([one.key for one in followed], tokens, depths, ancestors, written)
 
     def _extend(self, followed: DraftSlot, tokens: list[int]) -> None:
-        """Write further tokens of a text, of which no logits are wanted."""
+        """Write further tokens of a text, without computing logits."""
         self.slots.extend(followed.key, tokens)
 
     def _catch_up(self, followed: DraftSlot, text: list[int], most: int) -> list[int]:
-        """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root and at
-        most so many."""
+        """Keep the rows that are still valid; returns the tokens that are still to be written, at least the root and at
+        most `most`."""
         cached, store = followed.cached, self.slots.store
         known = len(cached)
         if cached != text[:known] or known == len(text):
@@ -315,7 +342,7 @@ class DraftKVCache:
         return text[len(cached) :]
 
     def _accepted(self, followed: DraftSlot, tokens: list[int]) -> list[int]:
-        """The path of the last tree with these tokens, as far as it has rows."""
+        """The path of the last tree along these tokens, as far as its nodes have rows."""
         tree, node, path = followed.tree, 0, []
         children = {(tree.parents[child], self.token_of(tree.tokens[child])): child for child in followed.rows}
         for token in tokens:

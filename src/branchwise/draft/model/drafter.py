@@ -1,11 +1,11 @@
 """A smaller model as the source of distributions: `model:ID_OR_PATH[,temperature=…,top-k=…,trim=N,recall=X]`.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large
-Language Model Decoding with Speculative Sampling" (both 2023); every paper on trees since drafts so.
+Language Model Decoding with Speculative Sampling" (both 2023); every paper on trees since then drafts like this.
 
-The draft model runs on the same class as the target, with its own KV cache (`draft_model.py`). One pass writes what is
-new in the texts and computes the distributions after their roots; then every level is one pass over its new nodes, for
-all texts.
+The draft model runs on the same class as the target, with its own KV cache (`draft_model.py`). One pass writes the new
+tokens of the texts and computes the distributions after their roots; then every level is one pass over its new nodes,
+for all texts together.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import Execution, Scored, TargetInfo
+from branchwise.backends.quantized import AUTO, BITS, WEIGHTS, choose_weights
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -33,17 +34,20 @@ from branchwise.draft.model.reading import BatchReading, Reading, Readings
 from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
 from branchwise.draft.policies.paths import Chain
 from branchwise.draft.policies.template import Ranks
-from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
+from branchwise.draft.recall import TargetProbsMixer
+from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
+from branchwise.registry import check_known
 from branchwise.verify import Verdict, Verdicts
 
 if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
 FOR_GREEDY = 0.6
-"""The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
-often than its probability says. Policies that weigh nodes by their probability depend on it (DySpec uses 0.6)."""
+"""The temperature of draft distributions for a greedy text. It is below 1 because the best token of the draft is the
+target's best token more often than its probability says. It matters to policies that weigh nodes by their probability
+(DySpec uses 0.6)."""
 
 
 class ModelDrafter(TreeDrafter):
@@ -58,11 +62,14 @@ class ModelDrafter(TreeDrafter):
         recall: float | None = None,
         tree: TreePolicy | None = None,
         task: str | None = None,
+        weights: str | None = None,
     ) -> None:
-        """`model` is a name, or loaded weights. `temperature` and `top_k` are those of the draft; by default its
-        distributions are warped like those of the text. `trim` restricts the head to the N tokens that the target
-        writes most. `recall` mixes in earlier distributions of the target after the same two tokens. `task` is that of
-        a specialist, if the model is a pack of them."""
+        """`model` is a name, or loaded weights. `temperature` and `top_k` warp the draft's distributions; by default
+        they are warped like those of the text. `trim` restricts the head to the N tokens that the target writes most.
+        `recall` is the share of the target's earlier distribution after the same two tokens, which is mixed in. `task`
+        selects a specialist, if the model is a pack. `weights` says how to quantise the draft model, as `--weights`
+        does for the target. By default a draft model on a CPU in float32 has 8 bits if that pays: texts keep their
+        distribution."""
         super().__init__(tree or Chain())
         if temperature is not None and not temperature > 0:
             raise UsageError(f"A draft model draws at a temperature above 0, not {temperature}.")
@@ -70,14 +77,17 @@ class ModelDrafter(TreeDrafter):
             raise UsageError(f"A draft model keeps at least its most probable token, not top-k={top_k}.")
         if trim is not None and trim < 1:
             raise UsageError(f"A trimmed head keeps at least 1 token, not trim={trim}.")
+        if weights is not None:
+            check_known("weights", weights, WEIGHTS)
         if isinstance(model, str) and model not in ALIASES:
             resolve(model)  # a misspelt name is refused before the target is loaded
         self.model, self.temperature, self.top_k, self.trim, self.task = model, temperature, top_k, trim, task
+        self.bits = weights
         self.recall = None if recall is None else TargetProbsMixer(recall)
         self._spelled: dict[SequenceState, Spelled] = {}
         self._readings = Readings(self._reading)
         self._ahead: ModelAhead | None = None
-        """drafts on the device, where it can"""
+        """drafts on the device ahead of the host; None if the host must grow the trees"""
 
     def bind(self, target: TargetInfo) -> None:
         from branchwise.backends.transformers.probe import context_limit  # transformers takes seconds to import
@@ -95,7 +105,7 @@ class ModelDrafter(TreeDrafter):
         self._head: Head | None = None
         if self.trim is not None or self.tree.needs_hidden:
             self._head = self.weights.own_head(None if self.trim is None else self.vocabulary.columns)
-        # The same text may take more tokens of another tokenizer.
+        # With another tokenizer, the same text may have more tokens.
         wanted = target.context + 1 if self.vocabulary.same else 2 * target.context
         self._context = min(wanted, context_limit(self.weights.model.config))
         acquire = partial(self.weights.acquire, target.slots, self._context, self._head, self._execution(target))
@@ -105,23 +115,27 @@ class ModelDrafter(TreeDrafter):
         self.cost = None if target.weight_bytes is None else self._share(target)
 
     def _loaded_for(self, target: TargetInfo) -> Weights:
-        given = self.model
-        return given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device, self.task)
+        if isinstance(self.model, Weights):
+            return self.model
+        dtype = torch.float32 if self.bits in BITS else target.dtype  # of all that is not quantised
+        weights = choose_weights(self.bits or AUTO, dtype, target.device.type)
+        return Weights.of(self.model, dtype, target.device, self.task, weights)
 
     def let_foresee(self, allowed: bool) -> None:
-        """Trees of ranks are laid ahead of the host where that can be, without looking at draws; so nowhere else."""
+        """Trees of ranks never use foresight: on the device they are laid ahead of the host without it, and so they are
+        everywhere."""
         self.foresees = allowed and not isinstance(self.tree, Ranks)
 
     def _share(self, target: TargetInfo) -> float:
-        """The bytes that a pass reads, as a share of those that one of the target reads."""
+        """The bytes that a pass of the draft model reads, as a share of those that a pass of the target reads."""
         from branchwise.backends.transformers.runner import bytes_read  # transformers takes seconds to import
 
         rows = None if self.trim is None else len(self.vocabulary.columns)
         return bytes_read(self.weights.model, rows) / (target.weight_bytes or 1)
 
     def _execution(self, target: TargetInfo) -> Execution:
-        """How its passes are made."""
-        if self.tree.needs_hidden:  # the hidden states of a recorded pass are known to its graph alone
+        """How passes of the draft model are executed."""
+        if self.tree.needs_hidden:  # hidden states of a recorded pass are not visible outside its graph
             return replace(target.execution, graphs=False)
         return target.execution
 
@@ -129,7 +143,8 @@ class ModelDrafter(TreeDrafter):
         return DraftKVCache(self.weights, acquire, self.vocabulary.draft_token)
 
     def with_tree(self, tree: TreePolicy) -> ModelDrafter:
-        """The same draft model with another tree, given one that is bound. Both keep texts in the same cache."""
+        """A drafter with the same draft model and another tree policy, made after `bind`. Both keep texts in the same
+        cache."""
         assert self.target is not None
         other = copy.copy(self)
         other.tree, other.draw = tree, tree.draw
@@ -152,7 +167,7 @@ class ModelDrafter(TreeDrafter):
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         budgets = [self._within(*pair) for pair in zip(sequences, budgets, strict=True)]
-        if self._ahead is not None and self.kept_probs is None:  # whoever keeps distributions wants them on the host
+        if self._ahead is not None and self.kept_probs is None:  # distributions are kept on the host only
             trees = self._ahead.draft(sequences, [self._text(sequence) for sequence in sequences], budgets)
             if trees is not None:
                 self._drafted = trees
@@ -176,7 +191,7 @@ class ModelDrafter(TreeDrafter):
         self.foresee(sequences, verdicts)
 
     def foresee(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
-        """The host has read the verdicts behind which the next trees may be drawn already."""
+        """Called when the host has read the verdicts; the next trees may be drawn on the device already."""
         if self._ahead is not None:
             self._ahead.follow(sequences, self._drafted, verdicts)
 
@@ -201,7 +216,7 @@ class ModelDrafter(TreeDrafter):
     # Distributions
 
     def _probs(self, requests: Sequence[ExpandRequest], logits: Sequence[Tensor]) -> list[Tensor]:
-        """For every request the distributions to draw from, (nodes, the target's vocabulary). Texts with the same
+        """For every request the distributions to draw from (nodes, the target's vocabulary). Texts with the same
         sampling parameters are warped together."""
         ways: dict[Reading, list[int]] = {}
         for row, request in enumerate(requests):
@@ -217,7 +232,8 @@ class ModelDrafter(TreeDrafter):
         return Reading(self._sampling(sampling), self.vocabulary, trimmed=self.trim is not None)
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """The warping of the draft: that of the text, without what depends on earlier tokens."""
+        """The sampling parameters of the draft: those of the text, except what depends on earlier tokens, such as
+        penalties."""
         bias = sampling.logit_bias
         if bias and not self.vocabulary.whole:
             places = self.vocabulary.place_of
@@ -228,8 +244,8 @@ class ModelDrafter(TreeDrafter):
         return SamplingParams(temperature=self.temperature or sampling.temperature or FOR_GREEDY, **own)
 
     def _on_device(self, target: TargetInfo) -> ModelAhead | None:
-        """Drafting ahead of the host, where passes are made by kernels, in tokens that both models share. A policy that
-        decides as it goes, and recall, decide on the host."""
+        """Drafting ahead of the host, if kernels make the passes and both models have the same tokens; else None. Also
+        None for recall, and for policies whose decisions depend on what was drawn: these need the host."""
         made = tree_draft_of(self.tree, len(self.vocabulary.tokens), target.device)
         if made is None or not target.execution.kernels or not self.vocabulary.same or self.recall is not None:
             return None
@@ -242,14 +258,14 @@ class ModelDrafter(TreeDrafter):
 
     @contextmanager
     def _passing(self, passes: int) -> Iterator[None]:
-        """Held while so many passes are made."""
+        """Held while `passes` passes of the draft model are made."""
         self.passes += passes
         with self.weights.lock, self._headed():
             yield
 
     @contextmanager
     def _headed(self) -> Iterator[None]:
-        """Replace the head of the model by the head of this drafter, if it has one, for one pass."""
+        """Replace the head of the model by the head of this drafter, if it has one, during a pass."""
         model = self.weights.model
         own = None if self._head is None else model.get_output_embeddings()
         if own is not None:
@@ -306,4 +322,4 @@ class Spelled:
 
     tokens: list[int] = field(default_factory=list)
     read: int = 0
-    """the number of the target's tokens that are converted"""
+    """the number of the target's tokens that are converted so far"""

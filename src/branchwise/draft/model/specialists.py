@@ -46,9 +46,10 @@ class DraftModel(ModelDrafter):
         trim: int | None = None,
         recall: float | None = None,
         task: str | None = None,
+        weights: str | None = None,
         tree: TreePolicy | None = None,
     ) -> ModelDrafter | Specialists:
-        options = {"temperature": temperature, "top_k": top_k, "trim": trim, "recall": recall}
+        options = {"temperature": temperature, "top_k": top_k, "trim": trim, "recall": recall, "weights": weights}
         tasks = tasks_of(model) if isinstance(model, str) else ()
         if task is not None:
             check_task(str(model), tasks, task)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchwise.backends.base import Execution, TargetInfo
+from branchwise.backends.quantized import FLOAT
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import DraftKVCache, Weights
@@ -46,7 +47,7 @@ class NestedDrafter(ModelDrafter):
     ) -> None:
         """`threshold` is the least probability of the best token of an exit with which a draft leaves at the exit; by
         default measurements from training and at load decide. The other options are those of `model`."""
-        super().__init__(model, temperature, top_k, trim, tree=tree)
+        super().__init__(model, temperature, top_k, trim, tree=tree, weights=FLOAT)
         if threshold is not None and not 0 <= threshold <= 1:
             raise UsageError(f"A threshold is a probability, such as threshold=0.5, not {threshold}.")
         self._refuse_hidden()
