@@ -189,7 +189,7 @@ class Guard:
     def __init__(
         self, target: TargetInfo | None = None, sources: Sequence[str] = ("drafter",), learning: Sequence[str] = ()
     ) -> None:
-        """`sources` are names. Those in `learning` learn in every step, whichever source drafts it. On a device the
+        """`sources` are names. Those in `learning` know more later, and read texts that others drafted. On a device the
         first passes of a size are not timed, because they are recorded then. On a host every pass counts at once,
         because sizes are many and some are expensive."""
         self.sources, self._learning = tuple(sources), frozenset(learning)
