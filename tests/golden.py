@@ -120,7 +120,7 @@ def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     llm = load("smollm2", draft="none", dtype="float32", device="cpu", max_batch=3)
     target, prompts = llm.engine.target, [tuple(llm.encode(prompt)) for prompt in REAL_PROMPTS]
     draft = first_layers(llm, 2)  # held here: models that are loaded are known only as long as somebody uses them
-    Weights._loaded[draft.name, torch.float32, "cpu"] = draft
+    Weights._loaded[draft.name, torch.float32, "cpu", "auto"] = draft
     vocabulary.table_of = lambda target: folder / "counts.safetensors"  # type: ignore[assignment]
     vocabulary.save_counts(target.info, torch.arange(target.vocabulary, 0, -1), {})
     index = folder / "real-index"

@@ -199,12 +199,12 @@ def test_a_tokenizer_reaches_the_target() -> None:
 def test_a_draft_model_is_loaded_once_in_the_life_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[weakref.ref[PreTrainedModel]] = []
 
-    def load(name: str, **options: object) -> tuple[PreTrainedModel, None]:
+    def load(*options: object) -> tuple[PreTrainedModel, None]:
         draft = build(served()["llama"])
         loaded.append(weakref.ref(draft))
         return draft, None
 
-    monkeypatch.setattr("branchwise.draft.model.draft_model.load_model", load)
+    monkeypatch.setattr("branchwise.draft.model.draft_model._load", load)
     model = build(served()["llama"])
     given = inputs(random_rows([5, 3]))
     own = model.generate(**given, max_new_tokens=8, do_sample=False)

@@ -38,7 +38,7 @@ def drafts(smollm2: LLM) -> list[Weights]:
         for name, model in (("own/truth", smollm2.model), ("own/random", random))
     ]
     for weights in found:
-        Weights._loaded[weights.name, torch.float32, "cpu"] = weights
+        Weights._loaded[weights.name, torch.float32, "cpu", "auto"] = weights
     return found
 
 
