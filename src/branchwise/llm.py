@@ -27,7 +27,7 @@ from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, check_name, load_model
 from branchwise.models.place import choose_device, choose_dtype
-from branchwise.prompt import Message, Prompt, is_one, messages_of
+from branchwise.prompt import Message, Prompt, is_one, messages_of, stop_strings
 from branchwise.registry import nearest
 from branchwise.verify import VERIFIERS, Verifier
 
@@ -349,10 +349,7 @@ class LLM:
             if name not in Options.__annotations__:
                 raise UsageError(f"generate has no option {name!r}.{nearest(name, Options.__annotations__)}")
         sampling = SamplingParams(**{key: value for key, value in options.items() if key in SAMPLING})  # type: ignore[arg-type]
-        stop = options.get("stop") or ()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in stop:
-            raise UsageError("A stop string must not be empty.")
+        stop = stop_strings(options.get("stop"))
         grammar = self.grammar(options)
         encoded = [tuple(self.encode(prompt, raw=options.get("raw", False))) for prompt in prompts]
         requests = [

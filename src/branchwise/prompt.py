@@ -1,8 +1,8 @@
-"""The types of a prompt: a text, or a conversation."""
+"""What users give: a prompt, which is a text or a conversation, and the strings that end an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from branchwise.errors import UsageError
@@ -30,3 +30,13 @@ def is_one(prompt: Any) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return True
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def stop_strings(given: object) -> tuple[str, ...]:
+    """The strings that end a text, given one, several, or none."""
+    found = [given] if given and isinstance(given, str) else given or ()
+    if not isinstance(found, Collection) or not all(isinstance(one, str) for one in found):
+        raise UsageError(f"stop must be a string or a list of strings, not {given!r}.")
+    if "" in found:
+        raise UsageError("A stop string must not be empty.")
+    return tuple(found)

@@ -261,7 +261,8 @@ def _advice(found: Explanation, target: TargetInfo) -> list[str]:
         if found.tokens < FEW_KEPT * steps and (found.speedup or 0) < 1:
             line = (
                 f"A step gives {found.tokens / steps:.2f} tokens, so hardly anything that is drafted is kept: other "
-                "drafters may know these texts better (branchwise bench --methods compares them)."
+                "drafters may know these texts better, such as a smaller model of the same family (--draft-model) or a "
+                "trained head (branchwise train head); branchwise bench --methods compares them."
             )
             worth.append((found.stepping, line))
     return [line for _, line in sorted(worth, key=lambda one: -one[0])]

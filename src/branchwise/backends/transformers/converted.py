@@ -231,9 +231,10 @@ def _read(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     file = place / "weights.safetensors"
     try:
-        if _digest(file) != note["sha256"]:
-            raise _Damaged("its file is not what was written")
-        tensors = load_file(file)
+        with bar(f"Reading {name} in {note['scheme']}", None, options["progress"]):
+            if _digest(file) != note["sha256"]:
+                raise _Damaged("its file is not what was written")
+            tensors = load_file(file)
         numbers = {
             str(key): Numbers(tensors.pop(key + NUMBERS), tensors.pop(key + SCALE), int(bits))
             for key, bits in note["bits"].items()
