@@ -29,15 +29,16 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     llama, bits = "docs/benchmarks.md#against-llamacpp", "docs/eight-bits.md"
     in_bits = of_bits("eight-bits-layers-cascade-lake.jsonl")
+    shipped = of_heads("heads-shipped-smollm2-h200.jsonl", "head as shipped")
     heads, cells = "docs/heads.md", "docs/benchmarks.md#every-cell"
     return [
         Row("SmolLM2-135M, float32", "2 CPU cores", "Spec-Bench", of_contest("bench-default-xeon.jsonl"), llama),
         Row("the same, `--weights int8`", "2 CPU cores", "writing, editing", in_bits, bits),
-        Row("SmolLM2-135M, bfloat16", "H200", "Spec-Bench", of_heads("heads-shipped-smollm2-h200.jsonl"), heads),
+        Row("SmolLM2-135M, bfloat16", "H200", "Spec-Bench", shipped, heads),
         Row("the same, 16 texts at once", "H200", "Spec-Bench", of_cell("cells-smollm2-h200.jsonl", 16), cells),
         Row(
             "Qwen2.5-Coder-1.5B, a head made in ten minutes", "H200, an older engine", "HumanEval",
-            of_heads("heads-coder-h200.jsonl"), f"{heads}#a-larger-model",
+            of_heads("heads-coder-h200.jsonl", "head 63, copies"), f"{heads}#a-larger-model",
         ),
     ]  # fmt: skip
 
@@ -76,15 +77,13 @@ def of_bits(name: str) -> Speeds:
     return {title: sum(r["tokens"] for r in own) / sum(r["decode"] for r in own) for title, own in by.items()}
 
 
-def of_heads(name: str) -> Speeds:
-    """Of `heads.py`, one greedy text at a time, prompts included; the median of turns."""
-    found = [record for record in _loaded(name) if record["kind"] == "speed" and record["batch"] == 1]
-    titles = {"none": "none", "head as shipped": "default", "head 63, copies": "default"}
+def of_heads(name: str, method: str) -> Speeds:
+    """Of `heads.py`, one greedy text at a time, prompts included, as this method drafts; the median of turns."""
     by: dict[str, list[float]] = {}
-    shipped = any(record["method"] == "head as shipped" for record in found)
-    for record in found:
-        if record["method"] in titles and not (shipped and record["method"] == "head 63, copies"):
-            by.setdefault(titles[record["method"]], []).append(record["tokens"] / record["seconds"])
+    for record in _loaded(name):
+        if record["kind"] == "speed" and record["batch"] == 1 and record["method"] in ("none", method):
+            title = "none" if record["method"] == "none" else "default"
+            by.setdefault(title, []).append(record["tokens"] / record["seconds"])
     return {title: statistics.median(speeds) for title, speeds in by.items()}
 
 

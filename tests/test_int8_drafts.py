@@ -18,18 +18,11 @@ from branchwise.cli import main
 from branchwise.draft.model.draft_model import Head, Weights
 from branchwise.errors import UnknownName, UnsupportedModel, UsageError
 from tests.conformance.architectures import build, served
-from tests.test_audit_model import WORDS, tiny_model, tokenizer
+from tests.test_audit_model import WORDS, tokenizer
+from tests.test_int8 import folder_fixture  # noqa: F401
 from tests.tiny_gguf import cache_fixture  # noqa: F401
 
 PROMPT = "a dog ran"
-
-
-@pytest.fixture(scope="module", name="folder")
-def folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    tiny_model().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(name="others")

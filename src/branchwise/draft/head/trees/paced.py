@@ -20,11 +20,10 @@ from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import Rest, Terms, best
-from branchwise.control.costs import PassCostModel, cost_model_of
+from branchwise.control.costs import PassCostModel, batch_size_class, cost_model_of
 from branchwise.control.trust import Kept, Trust, what_came
 from branchwise.core.rows import WORD, words_for
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.copies import NOTHING, copied, with_copy
 from branchwise.draft.policies.topk import TopK
@@ -213,7 +212,7 @@ class PacedDraft(BestFirstDraft):
         return 0 if self._costs.unclear(1 + size, tokens[size] / costs[size] * costs[0]) else size
 
     def rests(self, batch: int) -> bool:
-        size = fitting(batch, BATCHES)
+        size = batch_size_class(batch)
         self._costs = cost_model_of(self._target, batch)
         self._rest = self._rests.setdefault(size, Rest(Terms().for_texts(size)))
         self._begun, self._resting = time.perf_counter(), self._rest.advance()
