@@ -88,7 +88,8 @@ class Checked(ModelDrafter):
         for request, said in zip(requests, found, strict=True):
             for node, probs in zip(request.nodes, said.probs, strict=True):
                 text = [*request.sequence.tokens, *request.tree.path(node)]
-                assert torch.allclose(probs, self.slow_probs(text, request), atol=1e-5)
+                # Rounding alone moves a probability by up to 2e-4 of it; another token far back, mostly by 5e-2.
+                assert torch.allclose(probs, self.slow_probs(text, request), rtol=1e-3, atol=1e-5)
                 self.seen += 1
         return found
 
