@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from branchwise.backends import native, packed
 from branchwise.backends.base import Needs
 from branchwise.backends.exact import tried
 from branchwise.backends.int8 import LEAST, Bytes, IntMM, Numbers
-from branchwise.backends.native import PANEL, RowFunctions, byte_product, row_functions
+from branchwise.backends.native import PANEL, RowFunctions, byte_product, compiled, row_functions
 from branchwise.backends.native.layer import LANES, Attention, Turning, room_for
 from branchwise.backends.packed import MANY, PanelMatrix
 from branchwise.backends.transformers import host_layers
@@ -457,7 +458,7 @@ def test_layers_that_no_pass_has_met_are_not_counted() -> None:
 @pytest.mark.parametrize("compiler", ["false", "true"])
 def test_without_a_compiler_layers_are_those_of_transformers(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
-    native._compiled.cache_clear()
+    compiled._library.cache_clear()
     row_functions.cache_clear()
     try:
         assert row_functions() is None
@@ -465,19 +466,65 @@ def test_without_a_compiler_layers_are_those_of_transformers(compiler: str, monk
         assert not target.runner.settled_layers
         assert scores(target).isfinite().all()
     finally:
-        native._compiled.cache_clear()
+        compiled._library.cache_clear()
         row_functions.cache_clear()
 
 
-def test_functions_that_are_compiled_beside_a_reading_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[list[str]]]:
+    """The compilers' command lines from now on, by a process whose cache is empty."""
+    run: list[list[str]] = []
     own = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *given, **more: done.append("compiled") or own(*given, **more))
-    native._compiled.cache_clear()
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: (run.append(command), own(command, **more))[1])
+    monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
+    compiled._library.cache_clear()
+    yield run
+    compiled._library.cache_clear()
+
+
+def compilations(commands: list[list[str]]) -> int:
+    return sum("-shared" in command for command in commands)
+
+
+def test_functions_that_are_compiled_beside_a_reading_are_compiled_once(commands: list[list[str]]) -> None:
     native.begin()
-    first, times = native._library(), len(done)
-    assert first is native._library() is not None
-    assert len(done) == times
+    first = compiled.library()
+    times = compilations(commands)
+    assert times in (1, 2), "a second time where the compiler does not know an option"
+    assert first is compiled.library() is not None
+    assert compilations(commands) == times
+
+
+def test_another_process_finds_the_library_unless_it_is_damaged_or_another(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anew() -> int:
+        """How often a process compiles that has to begin."""
+        compiled._library.cache_clear()
+        commands.clear()
+        assert compiled.library() is not None
+        return compilations(commands)
+
+    assert anew()
+    [kept] = tmp_path.glob("kernels/native/*.so")
+    kept.write_bytes(b"no library")  # which this process has not loaded from there
+    assert anew()
+    assert not anew()
+    monkeypatch.setattr(compiled, "_lines", lambda file: ["flags : fewer"])  # a folder that several machines share
+    assert anew()
+    monkeypatch.setattr(compiled, "FLAGS", ("-O2", *compiled.FLAGS[1:]))
+    assert anew()
+    assert len(list(tmp_path.glob("kernels/native/*.so"))) == 3
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_without_a_cache_the_library_is_compiled_all_the_same(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path / "file" / "cache"))
+    assert compiled.library() is not None
+    assert compilations(commands)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
@@ -491,15 +538,15 @@ def test_room_for_functions_is_of_floats_whatever_torch_takes_by_default(kind: t
     assert room.nbytes >= 3 * (4 * 10 + 2 * 8 + 4)
 
 
-def test_without_a_place_for_files_a_model_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_for_files_a_model_is_computed_all_the_same(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*given: Any, **more: Any) -> Any:
         raise FileNotFoundError("no usable temporary directory")
 
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refused)
-    native._compiled.cache_clear()
-    assert native._library() is None
-    native._compiled.cache_clear()
+    monkeypatch.setattr(compiled.tempfile, "TemporaryDirectory", refused)
+    assert compiled.library() is None
+    compiled._library.cache_clear()
     monkeypatch.undo()
     monkeypatch.setenv("CC", 'gcc "')
-    assert native._library() is None
-    native._compiled.cache_clear()
+    assert compiled.library() is None

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from branchwise.backends import native, packed
-from branchwise.backends.native import float_product
+from branchwise.backends import packed
+from branchwise.backends.native import compiled, float_product
 from branchwise.backends.packed import (
     PackedLayers,
     PackedMatrix,
@@ -157,7 +157,7 @@ def test_without_a_compiler_a_library_multiplies(compiler: str, monkeypatch: pyt
     monkeypatch.undo()
     monkeypatch.setenv("CC", compiler)
     float_product.cache_clear()
-    native._compiled.cache_clear()
+    compiled._library.cache_clear()
     try:
         assert float_product() is None
         with pytest.raises(RuntimeError):
@@ -165,7 +165,7 @@ def test_without_a_compiler_a_library_multiplies(compiler: str, monkeypatch: pyt
         assert ways_to_pack([torch.randn(304, 256)])[0] in (None, PackedMatrix)
     finally:
         float_product.cache_clear()
-        native._compiled.cache_clear()
+        compiled._library.cache_clear()
 
 
 def test_a_product_that_failed_elsewhere_keeps_nothing_from_being_packed() -> None:

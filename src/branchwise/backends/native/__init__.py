@@ -3,21 +3,12 @@
 most probable tokens of logits (`likely.c`).
 
 They are optional: without a C compiler, or without an OpenMP whose threads torch shares, other code takes their place.
-The compiled library is not cached: compiling takes seconds, while a model is read (`begin`), and a cached library would
-have to be trusted blindly.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 import re
-import shlex
-import shutil
-import subprocess
-import tempfile
-import threading
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_ssize_t, c_uint, c_void_p
 from functools import cache
@@ -28,21 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from branchwise.backends.native import compiled
 from branchwise.backends.native.layer import Attention, Gate, Layer, Likely, Turning
 
-log = logging.getLogger(__name__)
-
-SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "rows.c", "attention.c", "layer.c", "likely.c")]
-FLAGS = (
-    *("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
-    *("-shared", "-fPIC", "-Wl,-Bsymbolic"),
-)
-ALIKE = "--param=avoid-fma-max-bits=0"
-"""Without this option GCC rounds a single sum differently from several, for some CPUs. Other compilers may not have
-it."""
-SECONDS = 60
-"""the time limit of a compiler"""
-_COMPILING = threading.Lock()
 PANEL = 16
 """the number of outputs whose weights are interleaved"""
 
@@ -52,7 +31,7 @@ def float_product() -> Callable[..., None] | None:
     """The product in float32: a function of pointers to rows, panels and output, then of the numbers of rows, inputs
     and outputs. None if it is not available."""
     threads = _threads()
-    library = _library() if threads else None
+    library = compiled.library() if threads else None
     if library is None:
         return None
     found: Any = library.float_product
@@ -67,7 +46,7 @@ def byte_product() -> Callable[..., None] | None:
     panels of bytes, scales of outputs, what the zero point adds to each output, and output; then the numbers of rows,
     inputs and outputs, the levels of a row, the least scale, and the zero point. None if it is not available."""
     threads = _threads()
-    library = _library() if threads else None
+    library = compiled.library() if threads else None
     try:
         found: Any = library and library.byte_product
     except AttributeError:  # the CPU has no such instructions
@@ -162,7 +141,7 @@ class RowFunctions:
 def row_functions() -> RowFunctions | None:
     """The functions over rows; None if they are not available."""
     threads = _threads()
-    library = _library() if threads else None
+    library = compiled.library() if threads else None
     return RowFunctions(library, threads) if library and threads else None
 
 
@@ -176,29 +155,9 @@ def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def begin() -> None:
-    """Compile in a thread beside what the caller does. A request for a function waits until it is done."""
-    if _threads() is not None:  # otherwise the functions are not available anyway
-        threading.Thread(target=_library, daemon=True, name="compiling").start()
-
-
-def _library() -> ctypes.CDLL | None:
-    with _COMPILING:
-        return _compiled()
-
-
-@cache
-def _compiled() -> ctypes.CDLL | None:
-    for flags in ((*FLAGS, ALIKE), FLAGS):
-        try:
-            compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
-            with tempfile.TemporaryDirectory() as folder:
-                made = Path(folder) / "native.so"
-                command = [*compiler, *flags, *map(str, SOURCES), "-o", str(made), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-                return ctypes.CDLL(str(made))
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            log.info("Functions of our own are not compiled: %s", error)
-    return None
+    """Compile beside what the caller does, if the functions will be available."""
+    if _threads() is not None:
+        compiled.begin()
 
 
 def _threads() -> c_void_p | None:
