@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from branchwise.cli import main
 from branchwise.errors import UsageError
 from branchwise.serve.server import listen
 from tests.serving import eventually, tiny_llm
@@ -120,6 +121,16 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         assert server.end() == 2
         assert "Traceback" not in "".join(server.lines)
         assert server.lines[-1].startswith("branchwise: ")
+
+
+def test_a_misspelt_model_is_refused_before_anything_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["branchwise", "serve", "--model", "smolm2", "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "Did you mean 'smollm2'" in capsys.readouterr().err.partition("\n")[0]
 
 
 def test_a_port_that_is_taken_is_one_sentence() -> None:

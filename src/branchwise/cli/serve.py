@@ -12,6 +12,7 @@ from typer import Option
 from branchwise.cli.console import print_notice
 from branchwise.cli.options import Drafting, Guard, Loading, State, at_least, grouped, read_text
 from branchwise.errors import UsageError
+from branchwise.models import check_name
 
 if TYPE_CHECKING:
     from branchwise.llm import LLM
@@ -81,6 +82,7 @@ def serve(
     keys = read_keys(api_key_file)
     template = None if chat_template is None else read_text(chat_template)
     method = drafting.choose()
+    check_name(loading.model)  # before it says that it listens
     try:
         from branchwise.serve import journal
         from branchwise.serve.server import Server, listen, run

@@ -108,6 +108,8 @@ def _chosen(asked: Chosen, head: str | None) -> Method:
         parts: list[str | None] = [asked.draft, asked.tree, asked.verify]
         if asked.method is not None:
             words = asked.method.split("/")
+            if len(words) == 1:  # most likely meant as the name of one
+                check_known("method", words[0].partition(":")[0], [*_exact_presets(), *DRAFTERS])
             if len(words) > 3:
                 raise UsageError("A method is the name of one, or draft/tree/verify.")
             parts = [word or None for word in [*words, "", ""][:3]]
@@ -149,7 +151,7 @@ def offered(own: Method | None, head: str | None, lanes: int, tasks: Sequence[st
     """What requests may choose, for people and for the playground; each drafter with the trees and verifiers that
     fit."""
     names = [name for name in DRAFTERS if name != HEAD or head is not None]
-    presets = [one for one in PRESETS.values() if one.lossless and all(b == HEAD and head for b in one.blanks)]
+    presets = [one for one in _exact_presets().values() if all(b == HEAD and head for b in one.blanks)]
     return {
         "serving": _described(own) if own is not None else None,
         "tasks": list(tasks),
@@ -158,6 +160,10 @@ def offered(own: Method | None, head: str | None, lanes: int, tasks: Sequence[st
         "drafters": [{"name": name, "about": DRAFTERS[name], "fits": fits(name)} for name in names] if lanes else [],
         "verifiers": VERIFY,
     }
+
+
+def _exact_presets() -> dict[str, Method]:
+    return {name: method for name, method in PRESETS.items() if method.lossless}
 
 
 def _described(method: Method) -> dict[str, Any]:
