@@ -72,19 +72,19 @@ def engine(nodes: int, spec: str, most: Budget | None = None) -> Engine:
 
 def test_a_tree_that_is_cut_is_spoken_of() -> None:
     with pytest.warns(CutWarning) as told:
-        engine(128, "dynamic:768").warn_if_cut()
+        engine(128, "dynamic:768").warn()
     [text] = (str(one.message) for one in told)
     assert text == (
         "Trees of 768 nodes are cut to 127: the target scores 128 nodes in a pass, the root included; "
         "load it with max_nodes=769 (--max-nodes 769)."
     )
     with pytest.warns(CutWarning, match="cut to 1023.*no pass scores more than 1024"):
-        engine(1024, "dynamic:2000").warn_if_cut()
+        engine(1024, "dynamic:2000").warn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine(769, "dynamic:768").warn_if_cut()
-        engine(128, "dynamic:768", Budget(25, 9)).warn_if_cut()  # as the user wants it
-        engine(128, "paths:4x6").warn_if_cut()
+        engine(769, "dynamic:768").warn()
+        engine(128, "dynamic:768", Budget(25, 9)).warn()  # as the user wants it
+        engine(128, "paths:4x6").warn()
 
 
 def test_a_head_that_grows_small_trees_on_a_host_is_not_said_to_be_cut() -> None:
@@ -95,7 +95,7 @@ def test_a_head_that_grows_small_trees_on_a_host_is_not_said_to_be_cut() -> None
     assert 0 < drafter.largest < 31
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made.warn_if_cut()
+        made.warn()
 
 
 @pytest.mark.parametrize("nodes", [1, 1025])

@@ -19,7 +19,7 @@ from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.engine import Engine, Request
-from branchwise.errors import BranchwiseError, LossyWarning, UsageError
+from branchwise.errors import BranchwiseError, LargeDraftWarning, LossyWarning, UsageError
 from branchwise.llm import LLM, load
 from branchwise.methods import PLAIN, PRESETS, Method, choose_method, find_method, find_methods, table
 from branchwise.testing import ToyTarget
@@ -403,7 +403,8 @@ def test_a_method_and_a_part_of_one_exclude_each_other(
 
 
 def test_a_method_by_name_writes_what_the_model_would_have_written(smollm2: LLM) -> None:
-    drafting = smollm2.with_method("cascade", draft_model="smollm2")
+    with pytest.warns(LargeDraftWarning, match=r"reads 1\.0 times the bytes.*use a smaller model"):
+        drafting = smollm2.with_method("cascade", draft_model="smollm2")
     assert drafting.engine.verifier.name == "cascade"
     plain, answer = (llm.generate("Name a colour.", max_new_tokens=7) for llm in (smollm2, drafting))
     assert answer.token_ids == plain.token_ids

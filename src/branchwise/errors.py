@@ -9,7 +9,8 @@
         └── UnsupportedModel an architecture whose tree pass could not be exact; refused at load
 
 A message is one sentence that says what happened, and then what to do about it. `assert` is kept for our own bugs. A
-`LossyWarning` is not an error: it says that the requested method changes the distribution. Nor is a `CutWarning`.
+`LossyWarning` is not an error: it says that the requested method changes the distribution. Nor are a `CutWarning` and a
+`LargeDraftWarning`.
 """
 
 
@@ -47,6 +48,10 @@ class LossyWarning(UserWarning):
 
 class CutWarning(UserWarning):
     """Trees are smaller than requested; the command line prints this as one line."""
+
+
+class LargeDraftWarning(UserWarning):
+    """The draft model is as large as its target; the command line prints this as one line."""
 
 
 def first_line(error: BaseException) -> str:

@@ -119,7 +119,7 @@ def generate(
     room, nodes = max(context, SHORTEST_CONTEXT), nodes_for(drafting.largest)
     target = TransformersTarget(model, slots=len(rows), context=room, max_nodes=nodes, tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier), guard=guard)
-    engine.warn_if_cut()
+    engine.warn()
     Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
     for part in (drafting, *drafting.sources):
         if isinstance(drafter, str) and isinstance(part, ModelDrafter):

@@ -145,7 +145,8 @@ def load(
     are kept in free slots; True is as many as the slots. A prompt that begins like a kept text, such as the next turn
     of a conversation, is prefilled from the first difference on. A drafter that learns begins with the file `state`, if
     it exists; `LLM.save_state` writes it. A method that changes the output distribution warns (`LossyWarning`), and so
-    does a method whose trees are cut (`CutWarning`).
+    does a method whose trees are cut (`CutWarning`) or whose draft model is as large as the model itself
+    (`LargeDraftWarning`).
     """
     model = fspath(model)
     if draft is None or isinstance(draft, str):
@@ -178,7 +179,7 @@ def load(
     target = backend(network, slots=max_batch, context=context, max_nodes=nodes, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
     engine = Engine(target, drafter, verifier, guard=guard, prefix_cache=prefix_cache)
-    engine.warn_if_cut()
+    engine.warn()
     if state is not None:
         load_state(drafter, state, target.info)
     if warmup:
@@ -251,7 +252,7 @@ class LLM:
 
     def _with(self, method: Method, drafter: Drafter, verifier: Verifier, guard: bool) -> LLM:
         engine = Engine(self.engine.target, drafter, verifier, guard=guard)
-        engine.warn_if_cut()
+        engine.warn()
         method.warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine, source=self.source)
 

@@ -117,7 +117,7 @@ class Ours(Contestant):
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
         self._engine.counts_probs = True
-        self._engine.warn_if_cut()
+        self._engine.warn()
         self._guard = self._engine.guard or self._guard  # its times are the machine's, not the prompts'
         self.learns = drafter.learns
         self._fresh = memory_of(self._engine) if self._engine.pipelined else None

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from branchwise.errors import BranchwiseError, CutWarning, LossyWarning, ModelError
+from branchwise.errors import BranchwiseError, CutWarning, LargeDraftWarning, LossyWarning, ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ def errors_in_one_sentence() -> Iterator[None]:
     show = warnings.showwarning
 
     def show_without_code(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, LossyWarning | CutWarning):
+        if issubclass(category, LossyWarning | CutWarning | LargeDraftWarning):
             print_notice(str(message))
         elif str(message).startswith(SLOW_BFLOAT16):
             print_notice("This CPU has no products in bfloat16: passes take long in it, and less in float32.")

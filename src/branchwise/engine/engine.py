@@ -26,7 +26,7 @@ from branchwise.engine.request import FinishReason, Generation, Pending, Piece, 
 from branchwise.engine.scheduler import Scheduler
 from branchwise.engine.step import Outcome, Step
 from branchwise.engine.trace import PHASE, trace_of
-from branchwise.errors import CutWarning, UsageError
+from branchwise.errors import CutWarning, LargeDraftWarning, UsageError
 from branchwise.registry import check_known
 from branchwise.verify import Verifier, check_pairing
 
@@ -100,9 +100,9 @@ class Engine:
         """whether statistics count acceptance by draft probability, for which every step reads q"""
         self._seeding = threading.Lock()
 
-    def warn_if_cut(self) -> None:
-        """Warn if the trees of the method do not fit into a pass. Every function that loads a method for users calls
-        this."""
+    def warn(self) -> None:
+        """Warn if the trees of the method do not fit into a pass, or the draft model is too large to gain anything.
+        Every function that loads a method for users calls this."""
         wanted, most = self.drafter.largest + 1, self.most.nodes
         if wanted > most == self.target.info.max_nodes:
             lift = f"load it with max_nodes={min(wanted, LARGEST)} (--max-nodes {min(wanted, LARGEST)})"
@@ -110,6 +110,14 @@ class Engine:
                 f"Trees of {wanted - 1} nodes are cut to {most - 1}: the target scores {most} nodes in a pass, "
                 f"the root included; {lift if most < LARGEST else f'no pass scores more than {LARGEST}'}.",
                 CutWarning,
+                stacklevel=2,
+            )
+        cost = self.drafter.cost
+        if cost is not None and cost >= 1 and self.drafter.name != "disturbed":  # which is the target, on purpose
+            warnings.warn(
+                f"A pass of the draft model reads {cost:.1f} times the bytes of a pass of the target, so drafting with "
+                "it hardly pays; use a smaller model of the target's family.",
+                LargeDraftWarning,
                 stacklevel=2,
             )
 
