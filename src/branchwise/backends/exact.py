@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.backends.int8 import LEAST, WAYS, IntMM, Numbers, Way, WholeNumbers
-from branchwise.backends.trials import copies, seconds
+from branchwise.backends.trials import Times, copies, remembered, seconds
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,22 @@ class Trial(NamedTuple):
 
 
 def tried(shapes: Iterable[Shape], bits: int = 8, dtype: torch.dtype = torch.float32) -> Trial:
-    """Time all ways on matrices of these shapes, and products in `dtype`. The result is cached for the process."""
+    """The times of all ways on matrices of these shapes, and of products in `dtype`."""
     return _tried(tuple(sorted(Counter(shapes).items())), bits, dtype, torch.get_num_threads())
 
 
 @cache
 def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype, threads: int) -> Trial:
+    names = {name_of(way): way for way in (None, *WAYS[bits])}
+
+    def measure() -> Times:
+        return {name_of(way): [spent] for way, spent in _measured(counts, bits, dtype).items()}
+
+    found = remembered(("quantised", counts, bits, str(dtype)), measure)
+    return Trial({names[name]: spent for name, [spent] in found.items()})
+
+
+def _measured(counts: Sequence[tuple[Shape, int]], bits: int, dtype: torch.dtype) -> dict[type[Way] | None, float]:
     draw = torch.Generator().manual_seed(0)
     weights = {shape: torch.randn(min(shape[0], TRIAL_OUT), shape[1], generator=draw) for shape, _ in counts}
     matrices = {shape: Numbers.of(weight, bits) for shape, weight in weights.items()}
@@ -74,7 +84,7 @@ def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype,
             ]
             totals[way] += count * shape[0] / len(weight) * _seconds(products, shape[1])
     log.info("Products take %s.", {name_of(way): f"{1e3 * spent:.1f} ms" for way, spent in totals.items()})
-    return Trial(totals)
+    return totals
 
 
 def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:

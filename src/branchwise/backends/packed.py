@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from branchwise.backends.native import PANEL, float_product, panels
 from branchwise.backends.native.layer import InMemory, Matrix
-from branchwise.backends.trials import copies, seconds
+from branchwise.backends.trials import Times, copies, remembered, seconds
 
 ROWS = 4
 """the number of rows in a trial, besides a single row"""
@@ -127,6 +127,8 @@ class PanelsForSeveral(PanelMatrix):
 
 WAYS = PanelMatrix, PackedMatrix
 Way = type[PackedMatrix]
+PLAIN = "plain"
+"""the name of the plain matrix among the times of ways"""
 
 
 def matrix(weight: Tensor) -> Product:
@@ -213,7 +215,7 @@ def ways_to_pack(weights: Sequence[Tensor], at_once: Sequence[bool] = ()) -> lis
     usable = [one.device.type == "cpu" and not one.is_inference() and one.numel() >= SMALL for one in weights]
     kinds = [(weight.shape, weight.dtype) for weight in weights]
     first = {kind: weight for kind, weight, can in zip(kinds, weights, usable, strict=True) if can}
-    tried = {kind: _tried(weight.detach(), kinds.count(kind)) for kind, weight in first.items()}
+    tried = {kind: _times(weight.detach(), kinds.count(kind)) for kind, weight in first.items()}
     totals = {way: [0.0, 0.0] for way in (None, *WAYS)}
     for kind, can in zip(kinds, usable, strict=True):
         for way, total in totals.items() if can else ():
@@ -230,10 +232,20 @@ def ways_to_pack(weights: Sequence[Tensor], at_once: Sequence[bool] = ()) -> lis
     return chosen if wanted <= SHARE * free_memory() else [None] * len(weights)
 
 
-@torch.no_grad()
-def _tried(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
+def _times(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
     """Way -> seconds of a product with one of `count` such matrices, over a single row and over several. None stands
     for the plain matrix; ways that do not work for it are left out."""
+    names = {PLAIN: None} | {way.__name__: way for way in WAYS}
+    about = "packed", *weight.shape, str(weight.dtype), count, *names
+
+    def measure() -> Times:
+        return {PLAIN if way is None else way.__name__: times for way, times in _tried(weight, count).items()}
+
+    return {names[name]: times for name, times in remembered(about, measure).items()}
+
+
+@torch.no_grad()
+def _tried(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
     scale, weight = len(weight) / min(len(weight), TRIAL_OUT), weight[:TRIAL_OUT]
     rows = torch.linspace(-1, 1, ROWS * weight.shape[1], dtype=weight.dtype).view(ROWS, -1)
     wanted, others = functional.linear(rows, weight), range(copies(weight.nbytes, count))
