@@ -5,6 +5,7 @@ A command is imported when it is run. Listing the commands imports none of them,
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,10 @@ from branchwise.errors import UsageError
 
 PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 """settings of every parser: help is plain text, because importing rich takes longer than all the rest of help"""
+
+NEW_OBJECTS = 50_000
+"""how many objects a command makes before the garbage collector looks for dead ones: Python looks after 700, which
+takes most of a second while torch and transformers are imported, whose objects all stay"""
 
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
@@ -108,5 +113,6 @@ def _run_plugin(file: Path) -> None:
 
 def main() -> None:
     """Run the command line."""
+    gc.set_threshold(NEW_OBJECTS)
     with errors_in_one_sentence():
         app()

@@ -82,8 +82,7 @@ class Loading:
         llm = load(**given, **settings)
         if (found := llm.conversion) is not None:
             print_notice(f"The target is {llm.name}: {found.distance}.")
-        if llm.engine.pipelined:
-            leave_to_itself()  # a command keeps its model until it ends
+        leave_to_itself()  # a command keeps its model until it ends
         return llm
 
 

@@ -94,9 +94,9 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
 
 
 def leave_to_itself() -> None:
-    """Let the garbage collector skip all objects that exist by now. Compilers leave so many of them that a full
-    collection takes most of a second, in the middle of a text. Skipped objects are never freed, so this is for
-    processes that keep their model until they end."""
+    """Let the garbage collector skip all objects that exist by now. Libraries and compilers leave so many of them that
+    a full collection takes most of a second, in the middle of a text or when the process ends. Skipped objects are
+    never freed, so this is for processes that keep their model until they end."""
     gc.collect()
     gc.freeze()
 
