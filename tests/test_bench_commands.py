@@ -187,12 +187,16 @@ def test_answers_that_differ_in_float32_are_a_failure(
 # With a draft model
 
 
+DRAFT_MODEL = "smollm2,weights=float"
+"""by default it has 8 bits where they pay"""
+
+
 @pytest.fixture(scope="module")
 def drafted_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The model drafts for itself, in trees of at most five nodes below the root."""
     folder = tmp_path_factory.mktemp("drafted")
     (folder / "prompt.txt").write_text("Name a colour.\n")
-    methods = ("--methods", "block,improved-mcsd-lossy", "--draft-model", "smollm2", "--budget", "5")
+    methods = ("--methods", "block,improved-mcsd-lossy", "--draft-model", DRAFT_MODEL, "--budget", "5")
     files = ("--out", str(folder / "run.jsonl"), "--csv-out", str(folder / "run.csv"))
     done = run(*SHORT, *methods, *files, "--prompts", str(folder / "prompt.txt"), "-n", "8")
     assert done.returncode == 0, done.stderr
@@ -207,7 +211,7 @@ def test_draft_passes_and_their_cost_are_recorded(drafted_run: tuple[Path, subpr
     assert records["block"].draft_passes
     assert records["block"].equal is True
     assert records["plain"].draft_passes == 0
-    assert records["block"].run["arguments"]["draft_model"] == "smollm2"
+    assert records["block"].run["arguments"]["draft_model"] == DRAFT_MODEL
 
 
 def test_a_budget_bounds_the_nodes_below_the_root_of_every_method(

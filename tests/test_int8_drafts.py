@@ -22,6 +22,8 @@ from tests.test_audit_model import WORDS, tokenizer
 from tests.test_int8 import folder_fixture  # noqa: F401
 from tests.tiny_gguf import cache_fixture  # noqa: F401
 
+pytestmark = pytest.mark.filterwarnings("ignore::branchwise.errors.LargeDraftWarning")
+
 PROMPT = "a dog ran"
 
 

@@ -120,6 +120,7 @@ def test_people_and_programs_can_read_which_tasks_there_are(client: Served) -> N
         assert schemas[form]["properties"]["task"]["anyOf"][0] == {"type": "string", "maxLength": 80}
 
 
+@pytest.mark.filterwarnings("ignore::branchwise.errors.LargeDraftWarning")
 def test_the_command_takes_a_task(made: Path) -> None:
     pack = ["--draft-model", str(made / "pack"), "--method", "emr"]
     words = ["generate", PROMPT, "--model", str(made / "base"), "--raw", "-n", "12", "--json", "--dtype", "float32"]

@@ -461,6 +461,7 @@ def answer(*words: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.filterwarnings("ignore::branchwise.errors.LargeDraftWarning")
 @pytest.mark.parametrize("words", [(), ("--method", "default")], ids=["no method", "default"])
 def test_a_command_that_names_a_draft_model_chooses_from_it_too(
     words: tuple[str, ...], folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -156,6 +156,7 @@ def test_a_file_without_texts_is_refused(tmp_path: Path, content: str) -> None:
         checked_texts(tmp_path / "texts.jsonl", tokenizer(), "student")
 
 
+@pytest.mark.filterwarnings("ignore::branchwise.errors.LargeDraftWarning")
 def test_from_texts_to_folders_that_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
