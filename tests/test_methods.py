@@ -404,7 +404,7 @@ def test_a_method_and_a_part_of_one_exclude_each_other(
 
 def test_a_method_by_name_writes_what_the_model_would_have_written(smollm2: LLM) -> None:
     with pytest.warns(LargeDraftWarning, match=r"reads 1\.0 times the bytes.*use a smaller model"):
-        drafting = smollm2.with_method("cascade", draft_model="smollm2")
+        drafting = smollm2.with_method("cascade", draft_model="smollm2,weights=float")
     assert drafting.engine.verifier.name == "cascade"
     plain, answer = (llm.generate("Name a colour.", max_new_tokens=7) for llm in (smollm2, drafting))
     assert answer.token_ids == plain.token_ids

@@ -27,11 +27,13 @@ SLOW_BFLOAT16 = "mkldnn_matmul failed"
 @contextlib.contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
     """Print a mistake of the user, or a warning of ours, as one sentence. The exit code is 2, or 130 after Ctrl-C."""
-    show = warnings.showwarning
+    show, said = warnings.showwarning, set[str]()
 
     def show_without_code(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, LossyWarning | CutWarning | LargeDraftWarning):
-            print_notice(str(message))
+            if str(message) not in said:  # several methods of a benchmark may have one draft model
+                print_notice(str(message))
+            said.add(str(message))
         elif str(message).startswith(SLOW_BFLOAT16):
             print_notice("This CPU has no products in bfloat16: passes take long in it, and less in float32.")
         else:
