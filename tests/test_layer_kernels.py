@@ -34,8 +34,10 @@ OTHERS = ("gemma2", "phi", "mixtral", "deepseek-v3", "gpt2")
 
 
 def of_kernels(model: nn.Module, **options: int) -> TransformersTarget:
+    """Its context is short, so that attention need not be split: Triton's interpreter takes seconds for the parts."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")
-    return TransformersTarget(model, kernels=True, layers=True, **{"slots": 4, "max_nodes": 12, **options})
+    usual = {"slots": 4, "max_nodes": 12, "context": 48}
+    return TransformersTarget(model, kernels=True, layers=True, **usual | options)
 
 
 def opened(target: TransformersTarget, rng: random.Random, *lengths: int) -> list[SequenceState]:
@@ -130,7 +132,7 @@ def test_positions_that_depend_on_the_others_are_not_looked_up(
     longest = {"original_max_position_embeddings": 32} if scaling["rope_type"] == "longrope" else {}
     config = hf.LlamaConfig(**COMMON, **longest, rope_parameters={"rope_theta": 10_000.0, **scaling, **longest})
     model, calls = build(config), around(monkeypatch)
-    target = of_kernels(model)
+    target = of_kernels(model, context=32)
     texts = opened(target, random.Random(3), 9)
     calls.clear()
     assert_scores_equal_own_forward(model, target, texts, [random_tree(random.Random(5), texts[0].root, 4)])
