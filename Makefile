@@ -3,6 +3,7 @@
 # make test-all  every test there is; needed after a change to core/, verify/, draft/policies/ or audit/
 # make test-vllm  the integration inside vLLM itself, in an environment of its own (3.5 GB); half an hour on two crowded cores
 # make check   lint and types only
+# make quick   the quick tests only
 # make bench   the short standard benchmark of this machine; writes records. DATA=folder of known sets, or our own prompts
 # make setup   the environment alone; the other targets do it first
 
@@ -10,7 +11,10 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := $(VENV)/transformers-5.17.0
 
-.PHONY: setup demo test test-all test-vllm check bench clean
+.PHONY: setup demo test quick test-all test-vllm check bench clean
+
+# Tests start many processes, each of which would compile all sources.
+unexport PYTHONDONTWRITEBYTECODE
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -40,7 +44,11 @@ check: setup
 	$(VENV)/bin/ruff format --check src tests benchmarks
 	$(VENV)/bin/mypy
 
-test: check
+# Side by side, because the type checker keeps one core busy for a minute.
+test: setup
+	$(MAKE) --jobs 2 check quick
+
+quick: setup
 	$(VENV)/bin/python -m pytest -m 'not slow' --numprocesses auto --dist loadfile
 
 # The proof is written last, so that it stands for all of these.
