@@ -510,6 +510,9 @@ def test_another_process_finds_the_library_unless_it_is_damaged_or_another(
     kept.write_bytes(b"no library")  # which this process has not loaded from there
     assert anew()
     assert not anew()
+    kept.chmod(0o722)  # anybody may have written it
+    assert anew()
+    assert kept.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(compiled, "_lines", lambda file: ["flags : fewer"])  # a folder that several machines share
     assert anew()
     monkeypatch.setattr(compiled, "FLAGS", ("-O2", *compiled.FLAGS[1:]))

@@ -1,8 +1,9 @@
 """The library of our functions in C: compiled for the present CPU when first needed, and kept in the user's cache.
 
 Its file is named by a digest of everything that decides what a compiler makes of the sources, so a file that is there
-is the right one; one that cannot be loaded is made anew. What the functions compute is compared with torch whenever a
-model is loaded (`packed.py`, `host_layers.py`), so a file that computes something else is not used either.
+is the right one; one that cannot be loaded, or that others can write, is made anew. What the functions compute is
+compared with torch whenever a model is loaded (`packed.py`, `host_layers.py`), so a file that computes something else
+is not used either.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def _library() -> ctypes.CDLL | None:
         try:
             compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
             kept = _place(compiler, flags)
-            with suppress(OSError):
-                return ctypes.CDLL(str(kept))
+            with suppress(OSError):  # there is none, or it is damaged
+                if _is_own(kept):
+                    return ctypes.CDLL(str(kept))
             with tempfile.TemporaryDirectory() as folder:
                 made = Path(folder) / kept.name
                 _run([*compiler, *flags, *map(str, SOURCES), "-o", str(made), "-lm"])
@@ -82,10 +84,17 @@ def _place(compiler: Sequence[str], flags: Sequence[str]) -> Path:
     return cache_dir() / "kernels" / "native" / f"{digest.hexdigest()[:32]}.so"
 
 
+def _is_own(file: Path) -> bool:
+    """Whether nobody but this user can have written a file: a cache may be a folder that users share."""
+    about = file.stat()
+    return about.st_uid == os.geteuid() and not about.st_mode & 0o022
+
+
 def _keep(made: Path, kept: Path) -> None:
     """If the cache cannot be written, the next process compiles again."""
     with suppress(ModelError, OSError), workspace() as work:
-        shutil.copy(made, work / kept.name)
+        shutil.copyfile(made, work / kept.name)
+        (work / kept.name).chmod(0o700)
         kept.parent.mkdir(parents=True, exist_ok=True)
         os.replace(work / kept.name, kept)
 
