@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from branchwise.backends.native import compiled
+from branchwise.backends.native import float_product
 from branchwise.errors import ModelError
 from branchwise.models.cache import cache_dir, workspace
 from branchwise.provenance import PACKAGE, device_name, source_digest, versions
@@ -58,13 +58,14 @@ def remembered(about: Sequence[object], measure: Callable[[], Times]) -> Times:
 
 def _place() -> Path:
     """The file of this machine and these versions. Its name is a digest of everything that would make times stale."""
-    return cache_dir() / "trials" / f"{_digest(torch.get_num_threads(), compiled.library() is not None)}.json"
+    return cache_dir() / "trials" / f"{_digest(torch.get_num_threads(), float_product() is not None)}.json"
 
 
 @cache
-def _digest(threads: int, compiles: bool) -> str:
+def _digest(threads: int, compiled: bool) -> str:
+    """`compiled`: whether there are functions of our own."""
     code = source_digest(PACKAGE / "backends")
-    about = [device_name(torch.device("cpu")), threads, compiles, versions(), code]
+    about = [device_name(torch.device("cpu")), threads, compiled, versions(), code]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
 
