@@ -196,6 +196,7 @@ def test_a_tokenizer_reaches_the_target() -> None:
     assert found == [tokenizer, None]
 
 
+@pytest.mark.filterwarnings("ignore::branchwise.errors.LargeDraftWarning")
 def test_a_draft_model_is_loaded_once_in_the_life_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[weakref.ref[PreTrainedModel]] = []
 
