@@ -7,6 +7,8 @@ Everything is written in a temporary folder and renamed into place when it is co
       converted/SHA-vN/          models for `from_pretrained`; `branchwise.json` names their source
       quantised/KEY/             models in 8 or 4 bits, with their distance from float32
       digests.json               sha256 of local GGUF files, so that gigabytes are hashed once
+      kernels/, warmup.json      what was compiled for this machine, and how long a warm-up takes
+      costs/, trials/, tune/     what passes cost on this machine, and which products are fastest
       tmp-*/                     work in progress; removed when done, or after a day if its process was killed
 """
 
