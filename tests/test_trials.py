@@ -91,6 +91,34 @@ def test_matrices_are_packed_as_two_trials_have_found(monkeypatch: pytest.Monkey
         assert bool(made) == (process < trials.ENOUGH)
 
 
+def test_a_product_that_is_wrong_by_now_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times are known, and its results are not trusted."""
+
+    class Wrong(PackedMatrix):
+        broken = False
+
+        def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return super().multiply(rows, bias) + self.broken
+
+    monkeypatch.setattr(packed, "seconds", lambda products, rows: 0.5 if isinstance(products[0], Wrong) else 1.0)
+    monkeypatch.setattr(packed, "WAYS", (Wrong,))
+    weight = torch.randn(304, 256)
+    for _ in range(3):
+        assert ways_to_pack([weight]) == [Wrong]
+    Wrong.broken = True
+    assert ways_to_pack([weight]) == [None]
+
+
+def test_a_way_that_is_exact_no_more_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        exact._tried.cache_clear()
+        assert exact.tried([(96, 64)]).best is not None
+    exact._tried.cache_clear()
+    monkeypatch.setattr(exact, "is_exact", lambda product, matrix: False)
+    assert exact.tried([(96, 64)]).best is None
+    exact._tried.cache_clear()
+
+
 def test_bytes_are_multiplied_as_two_trials_have_found(monkeypatch: pytest.MonkeyPatch) -> None:
     made, own = [], exact.seconds
     monkeypatch.setattr(exact, "seconds", lambda *given: (made.append(1), own(*given))[1])

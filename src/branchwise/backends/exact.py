@@ -65,13 +65,28 @@ def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype,
     def measure() -> Times:
         return {name_of(way): [spent] for way, spent in _measured(counts, bits, dtype).items()}
 
-    found = remembered(("quantised", counts, bits, str(dtype)), measure)
-    return Trial({names[name]: spent for name, [spent] in found.items()})
+    kept = remembered(("quantised", counts, bits, str(dtype)), measure)
+    small = [Numbers.of(weight, bits) for weight in _drawn(counts, EXACT_OUT).values()]
+    found = {names[name]: spent for name, [spent] in kept.items()}
+    return Trial({way: spent for way, spent in found.items() if way is None or _works(way, small)})
+
+
+def _drawn(counts: Sequence[tuple[Shape, int]], most: int) -> dict[Shape, Tensor]:
+    """Weights of these shapes, with at most so many outputs."""
+    draw = torch.Generator().manual_seed(0)
+    return {shape: torch.randn(min(shape[0], most), shape[1], generator=draw) for shape, _ in counts}
+
+
+def _works(way: type[Way], matrices: Sequence[Numbers]) -> bool:
+    """Whether a way is exact on this CPU."""
+    try:
+        return all(is_exact(way(matrix), matrix) for matrix in matrices)
+    except (RuntimeError, AttributeError, ValueError):  # no such product, or none for several rows
+        return False
 
 
 def _measured(counts: Sequence[tuple[Shape, int]], bits: int, dtype: torch.dtype) -> dict[type[Way] | None, float]:
-    draw = torch.Generator().manual_seed(0)
-    weights = {shape: torch.randn(min(shape[0], TRIAL_OUT), shape[1], generator=draw) for shape, _ in counts}
+    weights = _drawn(counts, TRIAL_OUT)
     matrices = {shape: Numbers.of(weight, bits) for shape, weight in weights.items()}
     small = [Numbers.of(weight[:EXACT_OUT], bits) for weight in weights.values()]
     totals: dict[type[Way] | None, float] = dict.fromkeys((None, *_exact_ways(small, bits)), 0.0)
@@ -101,11 +116,7 @@ def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:
         if spent > HOPELESS * min(alone.values()) and way is not IntMM:
             log.info("%s is not used: it is slow", way.name)
         elif not any(issubclass(way, other) and way.levels < other.levels for other in found):
-            try:
-                exact = all(is_exact(way(matrix), matrix) for matrix in matrices)
-            except (RuntimeError, ValueError):  # no product for several rows
-                exact = False
-            if exact:
+            if _works(way, matrices):
                 found.append(way)
             else:
                 log.info("%s is not used: rows depend on each other, or sums overflow", way.name)

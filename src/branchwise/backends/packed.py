@@ -241,24 +241,35 @@ def _times(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
     def measure() -> Times:
         return {PLAIN if way is None else way.__name__: times for way, times in _tried(weight, count).items()}
 
-    return {names[name]: times for name, times in remembered(about, measure).items()}
+    found = {names[name]: times for name, times in remembered(about, measure).items()}
+    return {way: times for way, times in found.items() if way is None or _works(way, weight)}
+
+
+@torch.no_grad()
+def _works(way: Way, weight: Tensor) -> bool:
+    """Whether products with a matrix that is packed so are those of the plain one on this CPU."""
+    weight = weight[:TRIAL_OUT]
+    rows = _rows(weight)
+    wanted = functional.linear(rows, weight)
+    try:
+        found = way(weight)(rows)
+    except (RuntimeError, AttributeError):  # no such product for this type
+        return False
+    return torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))
+
+
+def _rows(weight: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, ROWS * weight.shape[1], dtype=weight.dtype).view(ROWS, -1)
 
 
 @torch.no_grad()
 def _tried(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
     scale, weight = len(weight) / min(len(weight), TRIAL_OUT), weight[:TRIAL_OUT]
-    rows = torch.linspace(-1, 1, ROWS * weight.shape[1], dtype=weight.dtype).view(ROWS, -1)
-    wanted, others = functional.linear(rows, weight), range(copies(weight.nbytes, count))
+    rows, others = _rows(weight), range(copies(weight.nbytes, count))
     products: dict[Way | None, list[Callable[[Tensor], Tensor]]] = {
         None: [partial(functional.linear, weight=weight.clone()) for _ in others]
     }
-    for way in WAYS:
-        try:
-            found = way(weight)(rows)
-            if torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max())):
-                products[way] = [way(weight.clone()) for _ in others]
-        except (RuntimeError, AttributeError):  # no such product for this type on this CPU
-            continue
+    products |= {way: [way(weight.clone()) for _ in others] for way in WAYS if _works(way, weight)}
     spent = {way: [math.inf, math.inf] for way in products}
     for _ in range(TRIALS):
         for number, given in enumerate((rows[:1], rows)):
