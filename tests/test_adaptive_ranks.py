@@ -216,6 +216,8 @@ def test_pacing_begins_where_trees_on_a_host_stay_smaller_than_asked_for() -> No
     target, drafter = ToyTarget(200), build_drafter("suffix", "paced-ranks")
     engine = Engine(target, drafter, VERIFIERS.build("match"))
     engine.submit(Request((1, 2, 3, 1, 2, 3), max_new_tokens=150))
+    turns = []
     while engine.busy:
         engine.step()
-    assert drafter.tree._turn > 0  # type: ignore[attr-defined]
+        turns.append(drafter.tree._turn)  # type: ignore[attr-defined]
+    assert max(turns) > 0, "it is 0 again in a step that is plain to be timed, which may be the last one"
