@@ -154,6 +154,21 @@ def test_nothing_of_the_extra_is_imported_unless_something_is_served() -> None:
     subprocess.run([sys.executable, "-c", asked], check=True)
 
 
+def test_a_command_collects_garbage_as_usual_once_its_model_is_loaded(folder: Path) -> None:
+    """A method that nobody asks for any more holds the cache of its texts until it is collected."""
+    asked = (
+        "import gc, sys; usual = gc.get_threshold()\n"
+        "from branchwise.cli import main; import branchwise.llm as llm\n"
+        "seen = []; own = llm.LLM.stream\n"
+        "llm.LLM.stream = lambda *given, **more: seen.append(gc.get_threshold()) or own(*given, **more)\n"
+        "sys.argv = ['branchwise', 'generate', 'Hello', '--model', sys.argv[1], '--device', 'cpu', '-n', '2']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert seen == [usual], seen"
+    )
+    subprocess.run([sys.executable, "-c", asked, str(folder)], check=True, stdout=subprocess.DEVNULL)
+
+
 def test_a_file_without_keys_is_refused_because_it_would_open_the_server(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# none yet\n")
     with process("--api-key-file", str(tmp_path / "keys")) as server:

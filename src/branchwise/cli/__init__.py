@@ -21,9 +21,10 @@ from branchwise.errors import UsageError
 PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 """settings of every parser: help is plain text, because importing rich takes longer than all the rest of help"""
 
+USUAL = gc.get_threshold()
 NEW_OBJECTS = 50_000
-"""how many objects a command makes before the garbage collector looks for dead ones: Python looks after 700, which
-takes most of a second while torch and transformers are imported, whose objects all stay"""
+"""how many objects a command makes, until its model is loaded, before the garbage collector looks for dead ones: Python
+looks after 700, which takes most of a second while torch and transformers are imported, whose objects all stay"""
 
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
@@ -109,6 +110,12 @@ def _run_plugin(file: Path) -> None:
         runpy.run_path(str(file), run_name="plugin")
     except Exception as error:  # the user's own code may raise anything
         raise UsageError(f"The plugin {file} failed: {type(error).__name__}: {error}.") from error
+
+
+def collect_as_usual() -> None:
+    """Let the garbage collector work as Python has it, once a model is loaded: what lives for a while from then on,
+    such as the cache of a method that nobody uses any more, may be large."""
+    gc.set_threshold(*USUAL)
 
 
 def main() -> None:

@@ -72,6 +72,7 @@ class Loading:
     def load(self, methods: Sequence[Method] = (), /, **settings: Any) -> LLM:
         """The loaded model, with room for the trees of these methods, which will run on it."""
         from branchwise.backends.base import nodes_for
+        from branchwise.cli import collect_as_usual
         from branchwise.engine.warmup import leave_to_itself
         from branchwise.llm import load
         from branchwise.methods import largest_tree
@@ -82,6 +83,7 @@ class Loading:
         llm = load(**given, **settings)
         if (found := llm.conversion) is not None:
             print_notice(f"The target is {llm.name}: {found.distance}.")
+        collect_as_usual()
         leave_to_itself()  # a command keeps its model until it ends
         return llm
 
