@@ -33,7 +33,7 @@ FAMILIES = [
             ("growth.bound(more) for growth in growing", "growth.bound(0) for growth in growing"),
         ],
         "control/memory.py": [
-            ("json.dumps(_read(path) | learned)", "json.dumps(learned)"),
+            ("write_notes(path, read_notes(path) | learned)", "write_notes(path, learned)"),
             ("if model.knows(1)}", "}"),
             ("str(target.dtype),", "0,"),
         ],

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +14,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.native import float_product
-from branchwise.errors import ModelError
-from branchwise.models.cache import cache_dir, workspace
+from branchwise.models.cache import cache_dir, read_notes, write_notes
 from branchwise.provenance import PACKAGE, device_name, source_digest, versions
 
 CACHES = 1 << 26
@@ -45,14 +42,11 @@ def seconds(products: Sequence[Callable[[Tensor], object]], rows: Tensor) -> flo
 def remembered(about: Sequence[object], measure: Callable[[], Times]) -> Times:
     """The times of the trial `about` these matrices: the shortest that any process has measured on this machine."""
     place, key = _place(), json.dumps(about)
-    made, known = _entry(_read(place), key)
+    made, known = _entry(read_notes(place), key)
     if made >= ENOUGH:
         return known
     found = {way: list(map(min, times, known.get(way, times))) for way, times in measure().items()}
-    with suppress(ModelError, OSError), workspace() as work:  # otherwise the next process tries again
-        (work / place.name).write_text(json.dumps(_read(place) | {key: [made + 1, found]}), encoding="utf-8")
-        place.parent.mkdir(exist_ok=True)
-        os.replace(work / place.name, place)
+    write_notes(place, read_notes(place) | {key: [made + 1, found]})
     return found
 
 
@@ -67,14 +61,6 @@ def _digest(threads: int, compiled: bool) -> str:
     code = source_digest(PACKAGE / "backends")
     about = [device_name(torch.device("cpu")), threads, compiled, versions(), code]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-
-
-def _read(place: Path) -> dict[str, object]:
-    try:
-        found = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _entry(kept: Mapping[str, object], key: str) -> tuple[int, Times]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +17,7 @@ import torch
 
 from branchwise.backends.base import TargetInfo
 from branchwise.control.costs import PassCostModel, cost_model_of, cost_models
-from branchwise.errors import ModelError
-from branchwise.models.cache import cache_dir, workspace
+from branchwise.models.cache import cache_dir, read_notes, write_notes
 from branchwise.provenance import PACKAGE, device_name, source_digest, versions
 
 VERSION = 1
@@ -29,7 +27,7 @@ VERSION = 1
 def remember_costs(target: TargetInfo) -> None:
     """Begin with the costs that were kept for such a target, and write what was learned when the target is freed."""
     path = path_of(target)
-    for batch, state in _read(path).items():
+    for batch, state in read_notes(path).items():
         with suppress(KeyError, TypeError, ValueError, ArithmeticError):
             cost_model_of(target, int(batch)).restore(state)
     finalize(target, _write, path, cost_models(target))
@@ -52,21 +50,9 @@ def path_of(target: TargetInfo) -> Path:
     return cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path) -> dict[str, dict[str, object]]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _write(path: Path, models: dict[int, PassCostModel]) -> None:
     """Write what was learned, and keep other batch sizes that the file holds. If that fails, the next process learns
     anew."""
     learned = {str(batch): model.state() for batch, model in list(models.items()) if model.knows(1)}
-    if not learned:
-        return
-    with suppress(ModelError, OSError), workspace() as work:
-        (work / path.name).write_text(json.dumps(_read(path) | learned), encoding="utf-8")
-        path.parent.mkdir(exist_ok=True)
-        os.replace(work / path.name, path)
+    if learned:
+        write_notes(path, read_notes(path) | learned)

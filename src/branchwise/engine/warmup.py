@@ -9,11 +9,10 @@ them, except for what steps cost. Compiled kernels stay in the user's cache.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,8 +24,7 @@ from branchwise.cuda.inputs import BATCHES
 from branchwise.draft.base import LearningDrafter
 from branchwise.engine.engine import Engine
 from branchwise.engine.request import Generation, Request
-from branchwise.errors import ModelError
-from branchwise.models.cache import cache_dir, workspace
+from branchwise.models.cache import cache_dir, read_notes, write_notes
 from branchwise.progress import showing, silent
 
 STEPS = 64
@@ -177,15 +175,9 @@ def _key(engine: Engine) -> str:
 
 
 def _last_times() -> dict[str, float]:
-    try:
-        found = json.loads((cache_dir() / TIMES).read_text())
-    except (OSError, ValueError):
-        return {}
-    return {str(key): float(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return {key: float(value) for key, value in read_notes(cache_dir() / TIMES).items()}
 
 
 def _remember(key: str, seconds: float) -> None:
     """Write a hint for the next time; nothing is lost if it cannot be written."""
-    with suppress(ModelError), workspace() as work:
-        (work / TIMES).write_text(json.dumps(_last_times() | {key: round(seconds, 1)}, indent=1))
-        os.replace(work / TIMES, cache_dir() / TIMES)
+    write_notes(cache_dir() / TIMES, _last_times() | {key: round(seconds, 1)})

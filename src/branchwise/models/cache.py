@@ -21,11 +21,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from branchwise.errors import ModelError
+
+DIGESTS = "digests.json"
 
 
 def cache_dir() -> Path:
@@ -92,27 +94,33 @@ def sha256_of(path: Path) -> str:
     stat = path.stat()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    notes = {place: note for place, note in _digest_notes().items() if os.path.exists(place)}
+    notes = {place: note for place, note in read_notes(cache_dir() / DIGESTS).items() if os.path.exists(place)}
     notes[str(path)] = [stat.st_size, stat.st_mtime_ns, digest]
-    # A cache that cannot be written may still hold the converted model.
-    with contextlib.suppress(ModelError), workspace() as work:
-        (work / "digests.json").write_text(json.dumps(notes))
-        os.replace(work / "digests.json", cache_dir() / "digests.json")
+    write_notes(cache_dir() / DIGESTS, notes)  # a cache that cannot be written may still hold the converted model
     return digest
 
 
 def remembered_digest(path: Path) -> str | None:
     """The digest of `path` if it was hashed before and has not changed since."""
     stat = path.stat()
-    match _digest_notes().get(str(path)):
+    match read_notes(cache_dir() / DIGESTS).get(str(path)):
         case [stat.st_size, stat.st_mtime_ns, str(digest)]:
             return digest
     return None
 
 
-def _digest_notes() -> dict[str, Any]:
+def read_notes(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of the cache; an empty one if there is no such file, or it is damaged."""
     try:
-        notes = json.loads((cache_dir() / "digests.json").read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return notes if isinstance(notes, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_notes(file: Path, notes: Mapping[str, Any]) -> None:
+    """Write a file of the cache that may as well be missing: if it cannot be written, it stays as it was."""
+    with contextlib.suppress(ModelError), workspace() as work:
+        (work / file.name).write_text(json.dumps(notes), encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(work / file.name, file)
